@@ -1,0 +1,40 @@
+"""The latency model as schemes see it: seconds of one iteration's parts on a fixed layout."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class LatencyModel(Protocol):
+    """Times of one forward pass (all layers) on a layout of `sp` groups of `tp` GPUs; plain floats, microseconds a call.
+
+    Every method is monotone in its token arguments and returns a finite, non-negative number of seconds; zero work takes
+    zero time. Queries beyond the fitted range follow the last slope and are counted in `extrapolations`.
+    """
+
+    tp: int
+    sp: int
+    prefill_slowdown: float  # g_p: prefill attention while decode attention runs beside it
+    decode_slowdown: float  # g_d
+    extrapolations: int
+
+    def linear_s(self, tokens: int) -> float:
+        """Linear layers and elementwise work of `tokens` stacked on one group, its TP all-reduces included."""
+
+    def decode_attention_s(self, sequences: int, context_tokens: int) -> float:
+        """Decode attention of one group: `sequences` tokens that read `context_tokens` of KV together."""
+
+    def prefill_attention_s(self, tokens: int, cached_tokens: int) -> float:
+        """Attention of a whole chunk of `tokens` behind `cached_tokens`, on the heads of one of tp * sp GPUs."""
+
+    def all_to_all_s(self, shard_tokens: int) -> float:
+        """Both all-to-alls with packing, for the largest shard; 0 where sp is 1."""
+
+    def head_s(self, tokens: int) -> float:
+        """LM head (and its gather over TP) for `tokens` that need logits."""
+
+    def overhead_s(self, sequences: int) -> float:
+        """Host time of an iteration with `sequences` sequences, before any of it is hidden."""
+
+    def kv_transfer_s(self, tokens: int) -> float:
+        """Sending the KV of `tokens` from their head shards to one group."""

@@ -1,0 +1,83 @@
+"""A request as the schedulers see it: its progress, never its output length."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Slice(NamedTuple):
+    """Token times `timelines[timeline][start:stop]`, one token an iteration end."""
+
+    timeline: int
+    start: int
+    stop: int
+
+
+class Request:
+    """Progress of one request. How many tokens it will emit is known to the engine's `Oracle` alone."""
+
+    __slots__ = (
+        "arrival_s",
+        "block_ids",
+        "cached",
+        "emitted",
+        "first_token_s",
+        "group",
+        "id",
+        "instance",
+        "preemptions",
+        "prefill_done_s",
+        "prefill_start_s",
+        "prefilled",
+        "prompt_tokens",
+        "reason",
+        "resumed_s",
+        "session",
+        "slices",
+        "status",
+        "target_tokens",
+        "ttft_limit_s",
+    )
+
+    def __init__(
+        self,
+        id: int,
+        arrival_s: float,
+        prompt_tokens: int,
+        ttft_limit_s: float = float("inf"),
+        block_ids: tuple[int, ...] = (),
+        session: int = -1,
+    ) -> None:
+        self.id = id  # row of the load
+        self.arrival_s = arrival_s
+        self.prompt_tokens = prompt_tokens
+        self.ttft_limit_s = ttft_limit_s
+        self.block_ids = block_ids  # prefix block ids, in kv blocks of the simulation
+        self.session = session
+        self.target_tokens = prompt_tokens  # tokens to prefill; prompt + emitted after a preemption
+        self.prefilled = 0  # of target_tokens, cached prefix included
+        self.cached = 0  # tokens found in the prefix cache, all admissions together
+        self.emitted = 0  # tokens out, as of the last join or leave
+        self.group = -1  # decode group
+        self.instance = 0
+        self.preemptions = 0
+        self.status = "queued"  # queued, prefill, decode, completed, rejected
+        self.reason = ""  # why it was rejected
+        self.prefill_start_s = -1.0  # start of the iteration of its first chunk
+        self.prefill_done_s = -1.0
+        self.first_token_s = -1.0
+        self.resumed_s: list[float] = []  # token times emitted by the last chunk of a recomputation
+        self.slices: list[Slice | float] = []  # token times in order: slices of timelines and single times
+
+    @property
+    def deadline_s(self) -> float:
+        """When the first token is due."""
+        return self.arrival_s + self.ttft_limit_s
+
+    @property
+    def remaining_prefill(self) -> int:
+        """Tokens still to prefill."""
+        return self.target_tokens - self.prefilled
+
+    def __repr__(self) -> str:
+        return f"Request({self.id}, {self.status}, prefilled {self.prefilled}/{self.target_tokens})"
