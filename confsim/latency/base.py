@@ -6,10 +6,10 @@ from typing import Protocol
 
 
 class LatencyModel(Protocol):
-    """Times of one forward pass (all layers) on a layout of `sp` groups of `tp` GPUs; plain floats, microseconds a call.
+    """Times of a forward pass (all layers) on a layout of `sp` groups of `tp` GPUs; plain floats, microseconds a call.
 
-    Every method is monotone in its token arguments and returns a finite, non-negative number of seconds; zero work takes
-    zero time. Queries beyond the fitted range follow the last slope and are counted in `extrapolations`.
+    Every method is monotone in its token arguments and returns finite, non-negative seconds; zero work takes
+    no time. Queries beyond the fitted range follow the last slope and are counted in `extrapolations`.
     """
 
     tp: int
