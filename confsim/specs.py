@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from confsim.errors import InputError
-from confsim.parallel import kv_token_bytes, split_heads
+from confsim.parallel import HeadSplit, kv_token_bytes, split_heads, split_heads_xp
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "float8_e4m3fn": 1}
 
@@ -55,6 +55,19 @@ class ModelSpec:
         """Weights of the linear layers of one transformer layer."""
         attention = self.hidden_size * self.head_dim * (2 * self.num_attention_heads + 2 * self.num_key_value_heads)
         return attention + 3 * self.hidden_size * self.intermediate_size
+
+    def split_heads(self, tp: int, sp: int = 1) -> tuple[HeadSplit, HeadSplit]:
+        """Heads of one GPU in a `tp` group, and of its share when `sp` groups exchange heads.
+
+        Raises:
+            InputError: where the heads do not divide, naming the model and the degrees.
+        """
+        try:
+            return split_heads_xp(self.num_attention_heads, self.num_key_value_heads, tp, sp)
+        except InputError as error:
+            raise InputError(
+                f"model {self.name} on {sp} groups of {tp} GPUs (cluster.gpus, cluster.tp): {error}"
+            ) from None
 
     def weight_bytes(self, tp: int = 1) -> int:
         """Bytes of the weights that one GPU of a TP group holds; KV projections are replicated where heads are."""

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+
+class DecodeLine(NamedTuple):
+    """Decode attention as a line in the context: `value_s + slope_s * (c - context)` until `valid_until` tokens."""
+
+    value_s: float
+    slope_s: float  # seconds a further token of context
+    valid_until: float  # total context up to which (inclusive) the line is exact; inf where it never ends
 
 
 class LatencyModel(Protocol):
@@ -23,6 +31,9 @@ class LatencyModel(Protocol):
 
     def decode_attention_s(self, sequences: int, context_tokens: int) -> float:
         """Decode attention of one group: `sequences` tokens that read `context_tokens` of KV together."""
+
+    def decode_attention_line(self, sequences: int, context_tokens: int) -> DecodeLine:
+        """The affine piece of `decode_attention_s` that starts at `context_tokens`, for fixed `sequences`."""
 
     def prefill_attention_s(self, tokens: int, cached_tokens: int) -> float:
         """Attention of a whole chunk of `tokens` behind `cached_tokens`, on the heads of one of tp * sp GPUs."""
