@@ -1,0 +1,6 @@
+"""`python -m confsim`."""
+
+from confsim.cli import main
+
+if __name__ == "__main__":
+    main()
