@@ -1,0 +1,136 @@
+"""Runs the simulations of a goodput search in the process that calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from analysis.goodput import Probe
+from confsim.provenance import digest
+from traces.trace import Trace
+
+ZERO_LOAD_RATE = 1e-5  # req/s: requests almost never meet
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run of a case (by its number).
+
+    `kind` is `probe` (ends when the verdict is certain), `full` (to the end; written to `folder` if given) or `zero`
+    (`requests` of the trace, each alone).
+    """
+
+    case: int
+    kind: str
+    rate: float = 0.0
+    folder: str | None = None
+    requests: int = 0
+
+
+@dataclass(frozen=True)
+class FullRun:
+    """Outcome of a full run: its point on the curve, and `Result.summary`."""
+
+    probe: Probe
+    summary: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ZeroLoad:
+    """Share of `requests` (of `of` in the trace) that keep the SLO when nobody else is served; `summary` of that run."""
+
+    attainment: float
+    requests: int
+    of: int
+    summary: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        return {"attainment": self.attainment, "requests": self.requests, "of": self.of}
+
+
+class Runner:
+    """Keeps each trace and each simulation it has built, so that a further probe costs only its run."""
+
+    def __init__(self, cases: Sequence[dict[str, Any]]) -> None:
+        self._cases = list(cases)
+        self._traces: dict[str, Trace] = {}
+        self._simulations: dict[int, Any] = {}
+
+    def __call__(self, job: Job) -> Any:
+        """A `Probe`, `FullRun` or `ZeroLoad`, by the kind of the job.
+
+        Raises:
+            InputError: for a user's mistake in the case.
+        """
+        if job.kind == "zero":
+            return self._zero_load(job)
+        result = self._simulation(job.case).run(rate=job.rate, probe=job.kind == "probe")
+        probe = self._probe(job, result)
+        if job.kind == "probe":
+            return probe
+        if job.folder is not None:
+            result.write(Path(job.folder))
+        return FullRun(probe, result.summary)
+
+    def _simulation(self, case: int) -> Any:
+        from confsim import api
+
+        if case not in self._simulations:
+            self._simulations[case] = api.build(_config(self._cases[case]), self._trace(case))
+        return self._simulations[case]
+
+    def _trace(self, case: int) -> Trace:
+        from confsim import api
+
+        cfg = self._cases[case]
+        key = digest([cfg["trace"], cfg["seed"], cfg["kv"]])
+        if key not in self._traces:
+            self._traces[key] = api.load_trace(_config(cfg))
+        return self._traces[key]
+
+    def _probe(self, job: Job, result: Any) -> Probe:
+        missed = {reason: int(count) for reason, count in result.summary["missed_by"].items() if count}
+        if job.kind == "probe":
+            verdict = result.verdict
+            low, high = float(verdict.attainment_low), float(verdict.attainment_high)
+            return Probe(job.rate, bool(verdict.passed), low, high, bool(verdict.decided_early), missed)
+        attainment = float(result.summary["attainment"])
+        passed = attainment >= float(self._cases[job.case]["slo"]["attainment"])
+        return Probe(job.rate, passed, attainment, attainment, False, missed)
+
+    def _zero_load(self, job: Job) -> ZeroLoad:
+        from confsim import api
+
+        trace = self._trace(job.case)
+        sample = sample_by_length(trace, job.requests)
+        cfg = {**self._cases[job.case], "arrivals": _poisson()}
+        result = api.build(_config(cfg), sample).run(rate=ZERO_LOAD_RATE)
+        return ZeroLoad(float(result.summary["attainment"]), len(sample), len(trace), result.summary)
+
+
+def sample_by_length(trace: Trace, count: int) -> Trace:
+    """At most `count` requests at equal steps through the prompt lengths, in arrival order."""
+    if count >= len(trace):
+        return trace
+    order = np.argsort(trace.table["prompt_tokens"].to_numpy(), kind="stable")
+    picks = order[np.floor((np.arange(count) + 0.5) * len(trace) / count).astype(np.int64)]
+    return Trace(trace.table.take(np.sort(picks)), trace.block_tokens, trace.provenance)
+
+
+def _config(case: dict[str, Any]) -> Any:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.create(case)
+
+
+def _poisson() -> Any:
+    from omegaconf import OmegaConf
+
+    from confsim.compose import compose
+
+    return OmegaConf.to_container(compose(["arrivals=poisson"]).arrivals, resolve=True)
