@@ -1,0 +1,113 @@
+"""The `latency` config group: a fitted profile with what kernels cannot tell stated beside it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from confsim.errors import InputError
+from confsim.latency.compiled import CompiledLatency
+from confsim.latency.profile import PACKAGED, Profile
+from confsim.specs import GpuSpec, ModelSpec
+
+# Decode keeps this share of its bandwidth on its smallest SM share, by the definition of that share.
+DECODE_BANDWIDTH = 0.9
+
+
+@dataclass(frozen=True)
+class FittedLatency:
+    """`latency=profile`: the fitted profile of the model on the GPU, from the package or from a file.
+
+    While both attention paths run, decode holds `decode_sm_share` of the SMs and reaches 90% of its bandwidth
+    (g_d = 1 / 0.9) and prefill attention computes on the rest (g_p = 1 / (1 - share)), unless the slowdowns are given
+    here or were measured into the profile; those given here win.
+
+    Raises:
+        InputError: for a share outside [0, 1), a slowdown below 1, or negative overheads or noise.
+    """
+
+    profile: str = "auto"
+    decode_sm_share: float = 0.5
+    prefill_slowdown: float | None = None
+    decode_slowdown: float | None = None
+    iteration_overhead_s: float | None = None
+    sequence_overhead_s: float | None = None
+    noise: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.decode_sm_share < 1.0:
+            raise InputError(f"latency.decode_sm_share={self.decode_sm_share}: give a share of SMs from 0 to below 1")
+        for key, least in (
+            ("prefill_slowdown", 1.0),
+            ("decode_slowdown", 1.0),
+            ("iteration_overhead_s", 0.0),
+            ("sequence_overhead_s", 0.0),
+            ("noise", 0.0),
+        ):
+            value = getattr(self, key)
+            if value is not None and not (math.isfinite(value) and value >= least):
+                raise InputError(f"latency.{key}={value}: give a finite number of at least {least:g}")
+
+    def load(self, model: ModelSpec, gpu: GpuSpec) -> Profile:
+        """The profile of this model and GPU.
+
+        Raises:
+            InputError: where there is none, naming those that exist and how to fit one.
+        """
+        path = packaged_path(model, gpu) if self.profile == "auto" else Path(self.profile).expanduser()
+        if self.profile == "auto" and not path.is_file():
+            raise InputError(
+                f"no latency profile for model={model.name} on gpu={gpu.name} (there are: {', '.join(packaged())}): "
+                f"make one with `confsim fit gpu={gpu.name} model={model.name}` and set latency.profile to the file"
+            )
+        return _load(str(path))
+
+    def compile(self, model: ModelSpec, gpu: GpuSpec, tp: int, sp: int) -> CompiledLatency:
+        """Tables for `sp` groups of `tp` GPUs.
+
+        Raises:
+            InputError: where the profile is missing or does not cover model, GPU or layout.
+        """
+        compiled = self.load(model, gpu).compile(
+            model,
+            gpu,
+            tp,
+            sp,
+            prefill_slowdown=1.0 / (1.0 - self.decode_sm_share),
+            decode_slowdown=1.0 / DECODE_BANDWIDTH,
+            iteration_overhead_s=self.iteration_overhead_s,
+            sequence_overhead_s=self.sequence_overhead_s,
+        )
+        if self.prefill_slowdown is not None:
+            compiled.prefill_slowdown = self.prefill_slowdown
+        if self.decode_slowdown is not None:
+            compiled.decode_slowdown = self.decode_slowdown
+        return compiled
+
+    def describe(self, model: ModelSpec, gpu: GpuSpec) -> dict[str, Any]:
+        """What a result records: hash, provenance and held-out errors of the profile that is used."""
+        profile = self.load(model, gpu)
+        return {
+            "source": self.profile,
+            "profile_hash": profile.profile_hash,
+            "provenance": profile.provenance,
+            "errors": profile.errors,
+        }
+
+
+def packaged_path(model: ModelSpec, gpu: GpuSpec) -> Path:
+    """Where the package keeps the profile of a model on a GPU."""
+    return PACKAGED / gpu.name / f"{model.name}.json"
+
+
+def packaged() -> list[str]:
+    """The profiles in the package as `gpu/model`, sorted."""
+    return sorted(f"{path.parent.name}/{path.stem}" for path in PACKAGED.glob("*/*.json"))
+
+
+@lru_cache(maxsize=8)
+def _load(path: str) -> Profile:
+    return Profile.load(path)

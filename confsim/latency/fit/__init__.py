@@ -1,0 +1,1 @@
+"""Fitting latency profiles: typed measurements in, monotone tables with their errors out."""
