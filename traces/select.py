@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from traces.errors import InputError
+from traces.prefix import WORD, mix64
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -129,8 +130,4 @@ def _mix(values: Ints, seed: int) -> npt.NDArray[np.uint64]:
     """SplitMix64 of each value, started from a seed."""
     state = np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]
     with np.errstate(over="ignore"):
-        z = values.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + state
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        mixed: npt.NDArray[np.uint64] = z ^ (z >> np.uint64(31))
-    return mixed
+        return mix64(values.astype(np.uint64) * WORD + state)

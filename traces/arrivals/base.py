@@ -71,7 +71,7 @@ class OpenArrivals(Arrivals):
     """Open-loop modes: times depend on the trace, the rate and the seed alone.
 
     `sessions=closed` has a turn come `think_s` after its parent's last token instead (None: the recorded gap
-    between the two arrivals, at the run's time scale); roots keep the mode's times.
+    between the two arrivals, whatever the rate: it is the user's time); roots keep the mode's times.
     """
 
     sessions: str = "open"
@@ -99,7 +99,8 @@ class OpenArrivals(Arrivals):
         recorded = recorded - recorded[0]
         native = native_rate(recorded)
         arrival_s, details = self.times(recorded, native, rate, seed)
-        ran = rate if rate is not None else native
+        own = details.pop("rate", native)
+        ran = float(rate) if rate is not None else own
         provenance: dict[str, Any] = {
             "mode": self.mode,
             "rate": ran,
@@ -112,7 +113,7 @@ class OpenArrivals(Arrivals):
         if self.sessions == "open":
             return _with(load, provenance)
         parents = parent_rows(trace)
-        think = self._think(arrival_s, parents)
+        think = self._think(recorded, parents)
         provenance |= {"think_s": self.think_s if self.think_s is not None else "recorded gap"}
         provenance |= {"turns_after_parent": int((parents >= 0).sum())}
         return _with(load, provenance, think_s=think, parent_row=parents)
@@ -121,12 +122,12 @@ class OpenArrivals(Arrivals):
     def times(
         self, recorded_s: Floats, native: float | None, rate: float | None, seed: int
     ) -> tuple[Floats, dict[str, Any]]:
-        """Ascending arrival times from 0, and the mode's own provenance."""
+        """Ascending arrival times from 0, and the mode's own provenance (`rate`: what a null rate means)."""
 
-    def _think(self, arrival_s: Floats, parents: Ints) -> Floats:
+    def _think(self, recorded_s: Floats, parents: Ints) -> Floats:
         if self.think_s is not None:
             return np.where(parents >= 0, self.think_s, 0.0)
-        gap = arrival_s - arrival_s[np.maximum(parents, 0)]
+        gap = recorded_s - recorded_s[np.maximum(parents, 0)]
         return np.where(parents >= 0, np.maximum(gap, 0.0), 0.0)
 
 
@@ -152,7 +153,7 @@ def drawn_rate(native: float | None, rate: float | None, mode: str, rows: int) -
 
 def _label(mode: str, rate: float | None, sessions: str, details: dict[str, Any]) -> str:
     parts = [mode]
-    if "cv" in details:
+    if mode == "gamma":
         parts.append(f"cv {details['cv']:g}")
     parts.append(f"{rate:.4g} req/s" if rate is not None else "one instant")
     if sessions == "closed":

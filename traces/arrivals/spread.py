@@ -37,10 +37,15 @@ class Spread(OpenArrivals):
         """Spread times, stretched to `rate` by their own native rate."""
         spread = self._spread(recorded_s, seed)
         spread = spread - spread[0]
-        detail: dict[str, Any] = {"within": self.within, "spread_requests": int((np.diff(recorded_s) == 0).sum())}
+        own = native_rate(spread)
+        detail: dict[str, Any] = {
+            "rate": own,
+            "within": self.within,
+            "spread_requests": int((np.diff(recorded_s) == 0).sum()),
+        }
         if self.within == "random":
             detail["seed"] = seed
-        return scaled(spread, native_rate(spread), rate, self.mode), detail
+        return scaled(spread, own, rate, self.mode), detail
 
     def _spread(self, recorded_s: Floats, seed: int) -> Floats:
         ticks, start, count = np.unique(recorded_s, return_index=True, return_counts=True)
