@@ -6,6 +6,7 @@ A worker is `python -m analysis.worker`; jobs and outcomes are pickled over its 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import selectors
@@ -128,7 +129,5 @@ class _Worker:
         self._process.kill()
         self._process.wait()
         self.output.close()
-        try:
+        with contextlib.suppress(BrokenPipeError):  # what was left unsent has no reader any more
             self._input.close()
-        except BrokenPipeError:  # what was left unsent has no reader any more
-            pass

@@ -41,7 +41,7 @@ class FullRun:
 
 @dataclass(frozen=True)
 class ZeroLoad:
-    """Share of `requests` (of `of` in the trace) that keep the SLO when nobody else is served; `summary` of that run."""
+    """Share of `requests` (of `of` in the trace) that keep the SLO with nobody else there; `summary` of that run."""
 
     attainment: float
     requests: int

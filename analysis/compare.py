@@ -1,0 +1,241 @@
+"""Goodput of several schemes on one load: runs their searches side by side and writes `goodput.json`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from omegaconf import DictConfig, OmegaConf
+
+from analysis.cases import SchemeCase, scheme_cases
+from analysis.goodput import Probe, Search, SearchSettings, Task, curve_warnings
+from analysis.pool import Pool
+from analysis.runner import FullRun, Job, ZeroLoad
+from confsim.errors import InputError
+from confsim.provenance import provenance
+
+STATISTICS = ("ttft_s", "gap_s", "max_gap_s", "tpot_s", "e2e_s")
+DESCRIPTION = ("label", "model", "gpu", "cluster", "slo", "policy")  # of a summary, the same for every scheme
+FILE = "goodput.json"
+
+
+class Listener(Protocol):
+    """Is told what happens, in the order in which it happens."""
+
+    def started(self, scheme: str, tasks: int) -> None:
+        """A round of so many runs was handed out."""
+
+    def probed(self, scheme: str, values: dict[str, Any], probe: Probe) -> None:
+        """A rate was tried; `values` are those of the candidate."""
+
+    def finished(self, scheme: str, goodput: float) -> None:
+        """A scheme's goodput is known."""
+
+
+class Silent:
+    """A listener that says nothing."""
+
+    def started(self, scheme: str, tasks: int) -> None:
+        """Say nothing."""
+
+    def probed(self, scheme: str, values: dict[str, Any], probe: Probe) -> None:
+        """Say nothing."""
+
+    def finished(self, scheme: str, goodput: float) -> None:
+        """Say nothing."""
+
+
+@dataclass
+class _State:
+    """Progress of one scheme. `first` is the number of its first candidate among all cases of the pool."""
+
+    case: SchemeCase
+    search: Search
+    first: int
+    open: int = 0  # jobs of the current round that are not back yet
+    zero: ZeroLoad | None = None
+    full: FullRun | None = None
+    arrived: dict[Task, Probe] = field(default_factory=dict)
+
+
+def compare(cfg: DictConfig, folder: Path, listener: Listener | None = None) -> dict[str, Any]:
+    """Search the goodput of `cfg.schemes` and return the content of `goodput.json`, which is written to `folder`.
+
+    The full run at each scheme's goodput is written to `folder/SCHEME`. Nothing in the result depends on wall clock
+    or on the number of workers.
+
+    Raises:
+        InputError: for a user's mistake in the configuration.
+    """
+    listener = listener or Silent()
+    settings = search_settings(cfg)
+    if not isinstance(cfg.goodput.workers, int) or cfg.goodput.workers < 1:
+        raise InputError(f"goodput.workers={cfg.goodput.workers}: use 1 or more processes")
+    states = _states(scheme_cases(cfg), settings)
+    cases = [config for state in states for config in state.case.configs]
+    with Pool(cases, cfg.goodput.workers) as pool:
+        for state in states:
+            job = Job(state.first, "zero", requests=int(cfg.goodput.zero_load_requests))
+            pool.submit((state, None), job)
+            _next_round(state, pool, folder, listener)
+        for (state, task), outcome in pool.outcomes():
+            _take(state, task, outcome, pool, folder, listener)
+    result = _content(cfg, states, settings)
+    write_json(folder / FILE, result)
+    return result
+
+
+def search_settings(cfg: DictConfig) -> SearchSettings:
+    """The numbers of the search.
+
+    Raises:
+        InputError: if they make no search.
+    """
+    own = cfg.goodput
+    try:
+        return SearchSettings(
+            tolerance=float(own.tolerance),
+            min_rate=float(own.min_rate),
+            max_rate=float(own.max_rate),
+            start_rate=min(max(float(own.start_rate), float(own.min_rate)), float(own.max_rate)),
+            probes_per_round=int(own.probes_per_round),
+            curve=tuple(float(share) for share in own.curve or ()),
+        )
+    except (TypeError, ValueError) as error:
+        raise InputError(f"goodput: {error}") from error
+
+
+def _states(cases: Sequence[SchemeCase], settings: SearchSettings) -> list[_State]:
+    states: list[_State] = []
+    first = 0
+    for case in cases:
+        states.append(_State(case, Search(case.candidates, settings), first))
+        first += len(case.configs)
+    return states
+
+
+def _next_round(state: _State, pool: Pool, folder: Path, listener: Listener) -> None:
+    """Hand out the next round of a scheme's search, or the full run at its goodput when the search is over."""
+    tasks = state.search.round()
+    for task in tasks:
+        pool.submit((state, task), Job(state.first + task.candidate, "full" if task.full else "probe", task.rate))
+    state.open = len(tasks)
+    goodput = state.search.curve.goodput
+    if tasks:
+        listener.started(state.case.name, len(tasks))
+    elif goodput > 0 and state.full is None:
+        listener.started(state.case.name, 1)
+        target = str(folder / state.case.name)
+        pool.submit((state, None), Job(state.first + state.search.best, "full", goodput, folder=target))
+    else:
+        listener.finished(state.case.name, state.search.curve.goodput)
+
+
+def _take(state: _State, task: Task | None, outcome: Any, pool: Pool, folder: Path, listener: Listener) -> None:
+    if isinstance(outcome, ZeroLoad):
+        state.zero = outcome
+        return
+    probe = outcome.probe if isinstance(outcome, FullRun) else outcome
+    if task is None:
+        state.full = outcome
+        if probe.passed:
+            state.search.add(Task(state.search.best, probe.rate), probe)  # exact, where the probe had bounds
+        listener.probed(state.case.name, state.case.candidates[state.search.best], probe)
+        listener.finished(state.case.name, state.search.curve.goodput)
+        return
+    listener.probed(state.case.name, state.case.candidates[task.candidate], probe)
+    state.arrived[task] = probe
+    state.open -= 1
+    if state.open == 0:
+        for known, point in state.arrived.items():
+            state.search.add(known, point)
+        state.arrived.clear()
+        _next_round(state, pool, folder, listener)
+
+
+# --- the result ------------------------------------------------------------------------------------------------------
+
+
+def _content(cfg: DictConfig, states: Sequence[_State], settings: SearchSettings) -> dict[str, Any]:
+    summaries = [_summary(state) for state in states]
+    config = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(config, dict)
+    own = provenance({str(key): value for key, value in config.items()}, int(cfg.seed))
+    shared = summaries[0].get("provenance", {})
+    own |= {key: shared[key] for key in ("profile_hash", "trace") if key in shared}
+    return {
+        "kind": "goodput",
+        **{key: summaries[0].get(key) for key in DESCRIPTION},
+        "target": float(cfg.slo.attainment),
+        "tolerance": settings.tolerance,
+        "schemes": {state.case.name: _scheme(state, settings, float(cfg.slo.attainment)) for state in states},
+        "provenance": own,
+    }
+
+
+def _summary(state: _State) -> dict[str, Any]:
+    if state.full is not None:
+        return state.full.summary
+    assert state.zero is not None
+    return state.zero.summary
+
+
+def _scheme(state: _State, settings: SearchSettings, target: float) -> dict[str, Any]:
+    assert state.zero is not None
+    curve, summary = state.search.curve, _summary(state)
+    at_goodput = summary if state.full is not None else None
+    return {
+        "goodput": curve.goodput,
+        "goodput_per_gpu": curve.goodput / state.case.gpus,
+        "gpus": state.case.gpus,
+        "attainment": at_goodput["attainment"] if at_goodput else None,
+        **{key: at_goodput.get(key) if at_goodput else None for key in STATISTICS},
+        "zero_load": state.zero.to_json(),
+        "structural": curve.goodput == 0 and state.zero.attainment < target,
+        "chosen": state.case.candidates[state.search.best],
+        "probes": [probe.to_json() for probe in curve.probes],
+        "candidates": [
+            {
+                "values": candidate.values,
+                "goodput": candidate.curve.goodput,
+                "probes": [probe.to_json() for probe in candidate.curve.probes],
+            }
+            for candidate in state.search.candidates
+            if len(state.search.candidates) > 1
+        ],
+        "warnings": _warnings(state, settings, target, summary),
+        "folder": state.case.name if at_goodput else None,
+        "config": state.case.configs[state.search.best]["scheme"],
+        "kv": summary.get("kv"),
+    }
+
+
+def _warnings(state: _State, settings: SearchSettings, target: float, summary: dict[str, Any]) -> list[str]:
+    assert state.zero is not None
+    curve = state.search.curve
+    found = curve_warnings(curve, settings)
+    zero = state.zero
+    if zero.attainment < target:
+        cause = "goodput 0 is structural, no rate can meet it" if curve.goodput == 0 else "lighter load cannot help"
+        found.append(
+            f"zero-load attainment is {zero.attainment:.1%} ({zero.requests} of {zero.of} requests, each alone), "
+            f"below the target of {target:.0%}: {cause}"
+        )
+    if state.full is not None and not state.full.probe.passed:
+        found.append(
+            f"the full run at the goodput attains {state.full.probe.attainment_low:.2%}, "
+            f"below the target of {target:.0%}, although the probe passed"
+        )
+    return found + [line for line in summary.get("warnings", []) if line not in found]
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write strict JSON in one step: readers see the old file or the new one, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    partial.replace(path)
