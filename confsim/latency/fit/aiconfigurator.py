@@ -40,6 +40,8 @@ ENGINES = {
 REPLICATES = {"h100_sxm": ("sglang/0.5.14",), "h200_sxm": ("sglang/0.5.14",), "a100_sxm": ("sglang/0.5.10",)}
 ALL_REDUCE = {"h100_sxm": "vllm/0.24.0", "h200_sxm": "vllm/0.24.0", "a100_sxm": "vllm/0.14.0"}
 QUANTIZE = "vllm/0.24.0"
+# NCCL 2.23 is left out: up to 50% slower between 1 and 4 MiB than the later versions, which agree.
+NCCL = {"h100_sxm": ("2.27.3", "2.29.2"), "h200_sxm": ("2.26.2", "2.29.2"), "a100_sxm": ("2.27.3",)}
 
 
 def data_root() -> Path:
@@ -65,6 +67,7 @@ def load(model: ModelSpec, gpu: GpuSpec) -> Measurements:
         raise InputError(f"gpu={gpu.name}: source=aiconfigurator is set up for {', '.join(ENGINES)}")
     used: dict[str, Any] = {}
     reader = _Reader(root / gpu.name, used)
+    same = model.gemm_dtype in (None, model.torch_dtype)
     return Measurements(
         provenance={
             "source": "aiconfigurator",
@@ -74,6 +77,7 @@ def load(model: ModelSpec, gpu: GpuSpec) -> Measurements:
             "tables": used,
         },
         gemm=reader.gemm(ENGINES[gpu.name]["gemm"], model.gemm_dtype or model.torch_dtype),
+        head_gemm=None if same else reader.gemm(ENGINES[gpu.name]["gemm"], model.torch_dtype),
         elementwise=_elementwise(root, gpu, used),
         collectives=reader.collectives(ALL_REDUCE[gpu.name]),
         decode=reader.decode(ENGINES[gpu.name]["attention"] + REPLICATES[gpu.name], model),
@@ -100,6 +104,7 @@ class _Reader:
         return table
 
     def gemm(self, engines: tuple[str, ...], dtype: str) -> GemmTable:
+        engines = engines if dtype == "bfloat16" else engines[:1]  # other dtypes: each engine has its own kernel
         parts = [self.table(f"gemm/{engine}/gemm_perf.parquet", gemm_dtype=dtype) for engine in engines]
         if not sum(part.num_rows for part in parts):
             raise InputError(f"model.gemm_dtype={dtype}: {PACKAGE} has no GEMM measured in it on {self.root.name}")
@@ -133,7 +138,7 @@ class _Reader:
         return table
 
     def collectives(self, engine: str) -> dict[str, CollectiveTable]:
-        versions = sorted(path.parent.name for path in self.root.glob("comm/nccl/*/nccl_perf.parquet"))
+        versions = NCCL[self.root.name]
         parts = [self.table(f"comm/nccl/{version}/nccl_perf.parquet") for version in versions]
         nccl = {name: _nccl(parts, operation) for name, operation in _OPERATIONS.items()}
         custom = self.table(f"comm/{engine}/custom_allreduce_perf.parquet", allreduce_dtype="bfloat16")

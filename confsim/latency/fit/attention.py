@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import math
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
+from scipy.optimize import least_squares
 
 from confsim.errors import InputError
 from confsim.latency import profile
@@ -22,6 +24,82 @@ def _heads(table: DecodeTable | PrefillTable, q_heads: int, kv_heads: int) -> An
     if not rows.any():
         raise InputError(f"attention with {q_heads} query and {kv_heads} KV heads a GPU was not measured: add its rows")
     return rows
+
+
+Attention = TypeVar("Attention", DecodeTable, PrefillTable)
+
+
+def measured_heads(table: DecodeTable | PrefillTable) -> set[tuple[int, int]]:
+    """Query and KV heads that the fitted replicate measured."""
+    own = table.replicate == 0
+    return {(int(q), int(kv)) for q, kv in zip(table.q_heads[own], table.kv_heads[own], strict=True)}
+
+
+def with_heads(table: Attention, heads: list[tuple[int, int]]) -> tuple[Attention, dict[str, str]]:
+    """The table with rows for heads that were not measured, between the nearest query heads at the same KV heads.
+
+    Linear in the query heads. Returns the table, and what was interpolated from what.
+
+    Raises:
+        InputError: where no two measured head counts enclose one.
+    """
+    filled: dict[str, str] = {}
+    for q_heads, kv_heads in heads:
+        known = sorted(q for q, kv in measured_heads(table) if kv == kv_heads)
+        if q_heads in known:
+            continue
+        below, above = [q for q in known if q < q_heads], [q for q in known if q > q_heads]
+        if not below or not above:
+            raise InputError(
+                f"attention with {q_heads} query and {kv_heads} KV heads a GPU was not measured: add its rows"
+            )
+        table = _append(table, between(table, q_heads, kv_heads, below[-1], above[0]))
+        filled[f"{q_heads}/{kv_heads}"] = f"between {below[-1]}/{kv_heads} and {above[0]}/{kv_heads}"
+    return table, filled
+
+
+def _points(table: Attention, q_heads: int, kv_heads: int) -> dict[tuple[int, int], float]:
+    rows = (table.q_heads == q_heads) & (table.kv_heads == kv_heads) & (table.replicate == 0)
+    if isinstance(table, DecodeTable):
+        first, second = table.sequences[rows], table.context[rows]
+    else:
+        first, second = table.tokens[rows], table.cached[rows]
+    return dict(zip(zip(first.tolist(), second.tolist(), strict=True), table.seconds[rows].tolist(), strict=True))
+
+
+def between(table: Attention, q_heads: int, kv_heads: int, below: int, above: int) -> Attention:
+    """Rows for `q_heads` at every point that both neighbours measured."""
+    low, high = _points(table, below, kv_heads), _points(table, above, kv_heads)
+    weight = (q_heads - below) / (above - below)
+    points = sorted(set(low) & set(high))
+    first, second = np.array(points, dtype=np.int64).T
+    size = len(points)
+    common = {
+        "q_heads": np.full(size, q_heads),
+        "kv_heads": np.full(size, kv_heads),
+        "seconds": np.array([low[point] + weight * (high[point] - low[point]) for point in points]),
+        "replicate": np.zeros(size, dtype=np.int64),
+    }
+    names = ("sequences", "context") if isinstance(table, DecodeTable) else ("tokens", "cached")
+    return replace(table, **common, **dict(zip(names, (first, second), strict=True)))
+
+
+def _append(table: Attention, more: Attention) -> Attention:
+    columns = {key: np.concatenate([value, getattr(more, key)]) for key, value in vars(table).items()}
+    return replace(table, **columns)
+
+
+def heads_held_out(table: Attention, kv_heads: set[int]) -> dict[str, Any]:
+    """Every inner query head count predicted from its neighbours at the same KV heads."""
+    predicted, measured = [], []
+    for kv in sorted(kv_heads):
+        known = sorted(q for q, other in measured_heads(table) if other == kv)
+        for below, q_heads, above in zip(known, known[1:], known[2:], strict=False):
+            guess, truth = _points(between(table, q_heads, kv, below, above), q_heads, kv), _points(table, q_heads, kv)
+            both = sorted(set(guess) & set(truth))
+            predicted += [guess[point] for point in both]
+            measured += [truth[point] for point in both]
+    return error_summary(np.array(predicted), np.array(measured))
 
 
 # Decode --------------------------------------------------------------------------------------------------------------
@@ -137,58 +215,114 @@ def prefill_rows(table: PrefillTable, q_heads: int, kv_heads: int, replicate: in
     return monotone(table.tokens[rows].astype(np.float64), table.seconds[rows])
 
 
-def pair_flops(q_heads: int, head_dim: int, tokens: Floats, cached: float = 0.0) -> Floats:
-    """`4 * head_dim * q_heads * n * (c + n / 2)`: QK and PV over a causal chunk behind a prefix."""
-    return np.asarray(4.0 * head_dim * q_heads * tokens * (cached + tokens / 2.0), dtype=np.float64)
+class PrefillLaw:
+    """Prefill attention by work and by its critical path, fitted on every head count measured without a prefix.
 
-
-class Efficiency:
-    """FLOP/s of prefill attention as a function of query tokens x local heads, over every head count measured.
-
-    The launch floor (time of the shortest chunk) is taken off first, or short chunks would carry it into a prefix that
-    costs none of it; the rest is monotone in the work per launch on log scales.
+    Query tiles of 128 rows run on the SMs; each walks its keys at one SM's rate:
+    `t = floor + 4 * 128 * head_dim / rate * ((w * (c + n/2 + o))^p + (c + n + u)^p)^(1/p)` with
+    `w = n * q_heads / (128 * sms)`. The first term is all tiles spread over the SMs (o: start-up of a tile, in keys),
+    the second the longest tile, which bounds launches of few tiles. So the efficiency depends on query tokens x local
+    heads, as measured, and what a causal triangle without a prefix wastes (long tiles beside short ones) is not carried
+    over to prefixes, where tiles are alike. Keys are not split over SMs: kernels that do are faster on short chunks
+    behind long prefixes.
     """
 
-    def __init__(self, table: PrefillTable, head_dim: int, heads: list[tuple[int, int]]) -> None:
-        work, rate = [], []
-        self.floor = min(float(prefill_rows(table, q, kv)[1][0]) for q, kv in heads)
-        for q_heads, kv_heads in heads:
-            tokens, seconds = prefill_rows(table, q_heads, kv_heads)
-            keep = tokens >= LEAST_CHUNK
-            net = np.maximum(seconds[keep] - self.floor, 1e-9)
-            work.append(tokens[keep] * q_heads)
-            rate.append(pair_flops(q_heads, head_dim, tokens[keep]) / net)
-        order = np.argsort(np.concatenate(work))
-        self.work, log_rate = np.concatenate(work)[order], np.log(np.concatenate(rate)[order])
-        self.rate = np.exp(isotonic(log_rate))
+    TILE = 128
 
-    def __call__(self, tokens: Floats, q_heads: int) -> Floats:
-        """FLOP/s; below the fitted range in proportion to the work (a fixed time a tile), above it constant."""
-        work = tokens * q_heads
-        rate = np.exp(np.interp(np.log(work), np.log(self.work), np.log(self.rate)))
-        return np.asarray(rate * np.minimum(work / self.work[0], 1.0), dtype=np.float64)
+    def __init__(self, rows: tuple[Floats, Floats, Floats], head_dim: int, sms: int) -> None:
+        """`rows`: query heads, chunk tokens and seconds."""
+        self.unit = 4.0 * self.TILE * head_dim
+        self.sms = sms
+        q_heads, tokens, seconds = rows
+        start = [np.log(seconds.min() / 2.0), np.log(np.max(self._rate(*rows))), np.log(200.0), 3.0, np.log(200.0)]
+
+        def residual(parameters: Floats) -> Floats:
+            return np.asarray(np.log(self._seconds(parameters, tokens, q_heads, 0.0) / seconds))
+
+        solution = least_squares(
+            residual, start, loss="soft_l1", f_scale=0.1, bounds=([-40, 0, -5, 1, -5], [0, 60, 12, 16, 12])
+        )
+        self.parameters: Floats = np.asarray(solution.x)
+        self.best = float(np.max(4.0 * head_dim * q_heads * tokens * tokens / 2.0 / seconds))
+
+    def _rate(self, q_heads: Floats, tokens: Floats, seconds: Floats) -> Floats:
+        return np.asarray(self.unit * q_heads * tokens * tokens / (2.0 * self.TILE * self.sms) / seconds)
+
+    def _seconds(self, parameters: Floats, tokens: Floats, q_heads: Floats, cached: float) -> Floats:
+        floor, rate, start_up, power, path = parameters
+        waves = tokens * q_heads / (self.TILE * self.sms)
+        spread = waves * (cached + tokens / 2.0 + np.exp(start_up))
+        longest = cached + tokens + np.exp(path)
+        keys = longest * (1.0 + (spread / longest) ** power) ** (1.0 / power)
+        return np.asarray(np.exp(floor) + self.unit / np.exp(rate) * keys, dtype=np.float64)
+
+    def seconds(self, tokens: Floats, q_heads: Floats) -> Floats:
+        """Seconds of a chunk without a prefix."""
+        return self._seconds(self.parameters, tokens, q_heads, 0.0)
+
+    def cached_token_s(self, tokens: Floats, q_heads: float) -> Floats:
+        """Seconds that one more cached token costs the chunk behind a long prefix: the law's slope, no faster a FLOP
+        than the best chunk measured."""
+        rate, power = self.parameters[1], self.parameters[3]
+        waves = tokens * q_heads / (self.TILE * self.sms)
+        slope = self.unit / np.exp(rate) * (1.0 + waves**power) ** (1.0 / power)
+        most = self.unit * waves * self.sms / self.best
+        return np.asarray(np.maximum(slope, most), dtype=np.float64)
+
+    @property
+    def summary(self) -> dict[str, float]:
+        """The fitted parameters, for the profile's provenance."""
+        floor, rate, start_up, power, path = self.parameters.tolist()
+        return {
+            "floor_us": rounded(math.exp(floor) * 1e6),
+            "flops_per_sm": rounded(math.exp(rate)),
+            "tile_start_up_keys": rounded(math.exp(start_up)),
+            "longest_tile_start_up_keys": rounded(math.exp(path)),
+            "power": rounded(power),
+            "best_flops_measured": rounded(self.best),
+        }
+
+
+def law_rows(table: PrefillTable, without: int | None = None) -> tuple[Floats, Floats, Floats]:
+    """Rows that the law is fitted on: the fitted replicate, no prefix, chunks past start-up, at most 8 KV heads."""
+    rows = (table.replicate == 0) & (table.cached == 0) & (table.tokens >= LEAST_CHUNK) & (table.kv_heads <= 8)
+    if without is not None:
+        rows &= table.q_heads != without
+    return table.q_heads[rows].astype(np.float64), table.tokens[rows].astype(np.float64), table.seconds[rows]
+
+
+def law_held_out(table: PrefillTable, head_dim: int, sms: int, heads: list[tuple[int, int]]) -> dict[str, Any]:
+    """Every head count of the model predicted by a law fitted without it."""
+    predicted, measured = [], []
+    for q_heads, kv_heads in heads:
+        rest = law_rows(table, without=q_heads)
+        if len(rest[0]) < 5:
+            continue
+        own = _heads(table, q_heads, kv_heads) & (table.replicate == 0) & (table.cached == 0)
+        own &= table.tokens >= LEAST_CHUNK
+        tokens = table.tokens[own].astype(np.float64)
+        predicted.append(PrefillLaw(rest, head_dim, sms).seconds(tokens, np.full(len(tokens), float(q_heads))))
+        measured.append(table.seconds[own])
+    if not measured:
+        return error_summary(np.zeros(0), np.zeros(0))
+    return error_summary(np.concatenate(predicted), np.concatenate(measured))
 
 
 def fit_prefill(
-    table: PrefillTable,
-    efficiency: Efficiency,
-    q_heads: int,
-    kv_heads: int,
-    head_dim: int,
-    prefix_bytes_s: float,
+    table: PrefillTable, law: PrefillLaw | None, q_heads: int, kv_heads: int, prefix_bytes_s: float
 ) -> profile.PrefillTable:
-    """Own attention as measured; a cached token's cost from measured rows where there are any, else derived.
+    """Own attention as measured; a cached token's cost from measured rows where there are any, else from the law.
 
-    Derived: `4 * head_dim * q_heads * n` FLOPs over the efficiency of n x q_heads, plus `prefix_bytes_s` for reading
-    one token of the prefix once.
+    Derived: the law's slope, plus `prefix_bytes_s` for reading one token of the prefix once.
     """
     tokens, seconds = prefill_rows(table, q_heads, kv_heads)
     rows = _heads(table, q_heads, kv_heads) & (table.cached > 0)
     if rows.any():
         cached = _measured_slope(table, rows, tokens, seconds)
+    elif law is not None:
+        cached = (tokens, law.cached_token_s(tokens, q_heads) + prefix_bytes_s)
     else:
-        slope = 4.0 * head_dim * q_heads * tokens / efficiency(tokens, q_heads) + prefix_bytes_s
-        cached = (tokens, np.maximum.accumulate(slope))
+        raise InputError(f"prefill attention behind a prefix was not measured for {q_heads} query heads: add its rows")
     return profile.PrefillTable(curve_of(tokens, seconds), curve_of(*cached))
 
 

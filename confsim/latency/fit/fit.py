@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -43,9 +43,12 @@ class _Kernels:
     def __init__(self, data: Measurements, model: ModelSpec, gpu: GpuSpec) -> None:
         if data.gemm is None or data.elementwise is None:
             raise InputError("these measurements have neither whole linear stages nor GEMMs with elementwise kernels")
-        self.model = model
         scale = model.itemsize / model.gemm_itemsize
-        self.surface = GemmSurface(data.gemm, Roof(gpu.flops * scale, gpu.memory_bandwidth, model.gemm_itemsize), ROWS)
+        roof = Roof(gpu.flops * scale, gpu.memory_bandwidth, model.gemm_itemsize)
+        self.surface = GemmSurface(data.gemm, roof, ROWS)
+        self.head = self.surface
+        if data.head_gemm is not None:
+            self.head = GemmSurface(data.head_gemm, Roof(gpu.flops, gpu.memory_bandwidth, model.itemsize), ROWS)
         self.elementwise = stages.Elementwise(data.elementwise)
         self.all_reduce = self._collective(data, "all_reduce", "custom_all_reduce")
         self.all_gather = self._collective(data, "all_gather")
@@ -67,6 +70,9 @@ def fit(data: Measurements, model: ModelSpec, gpu: GpuSpec) -> Profile:
     degrees = sorted({tp for tp, _ in allowed})
     kernels = None if data.linear is not None and data.head is not None else _Kernels(data, model, gpu)
     heads = {degree: _local(model, degree) for degree in sorted({tp * sp for tp, sp in allowed})}
+    errors = _errors(data, kernels, model, gpu, list(heads.values()))
+    data, filled = _with_heads(data, list(heads.values()))
+    law = _law(data, model, gpu)
     return Profile(
         model={"name": model.name, **{key: asdict(model)[key] for key in MODEL_FIELDS}},
         gpu=gpu.name,
@@ -74,15 +80,15 @@ def fit(data: Measurements, model: ModelSpec, gpu: GpuSpec) -> Profile:
         once={tp: _once(kernels, model, tp) for tp in degrees},
         head={tp: _head(data, kernels, model, tp) for tp in degrees},
         decode={tp: attention.fit_decode(data.decode, *_local(model, tp)) for tp in degrees},
-        prefill=_prefill(data, model, gpu, heads),
+        prefill=_prefill(data, law, model, gpu, heads),
         exchange={pair: _exchange(data, kernels, model, *pair) for pair in allowed if pair[1] > 1},
         transfer={pair: _transfer(data, kernels, model, *pair) for pair in allowed if pair[1] > 1},
         iteration_overhead_s=data.iteration_overhead_s,
         sequence_overhead_s=data.sequence_overhead_s,
         prefill_slowdown=data.prefill_slowdown,
         decode_slowdown=data.decode_slowdown,
-        provenance=_provenance(data, heads),
-        errors=_errors(data, kernels, list(heads.values())),
+        provenance=_provenance(data, law, heads, filled),
+        errors=errors,
     )
 
 
@@ -119,7 +125,7 @@ def _head(data: Measurements, kernels: _Kernels | None, model: ModelSpec, tp: in
         return {"stage": stage}
     if kernels is None:
         raise InputError(f"the LM head was not measured for tp={tp}: measure it or supply kernels")
-    return stages.head_terms(model, tp, kernels.surface, kernels.elementwise, kernels.all_gather)
+    return stages.head_terms(model, tp, kernels.head, kernels.elementwise, kernels.all_gather)
 
 
 def _exchange(data: Measurements, kernels: _Kernels | None, model: ModelSpec, tp: int, sp: int) -> dict[str, Curve]:
@@ -141,13 +147,34 @@ def _transfer(data: Measurements, kernels: _Kernels | None, model: ModelSpec, tp
     return stages.transfer_curve(model, tp, sp, kernels.all_to_all)
 
 
-def _prefill(data: Measurements, model: ModelSpec, gpu: GpuSpec, heads: dict[int, tuple[int, int]]) -> dict[int, Any]:
-    efficiency = attention.Efficiency(data.prefill, model.head_dim, list(heads.values()))
+def _with_heads(data: Measurements, heads: list[tuple[int, int]]) -> tuple[Measurements, dict[str, Any]]:
+    """Measurements with rows for every head count of the model, and which were interpolated."""
+    decode, decode_filled = attention.with_heads(data.decode, heads)
+    prefill, prefill_filled = attention.with_heads(data.prefill, heads)
+    filled = {"decode_attention": decode_filled, "prefill_attention": prefill_filled}
+    return replace(data, decode=decode, prefill=prefill), {key: value for key, value in filled.items() if value}
+
+
+def _law(data: Measurements, model: ModelSpec, gpu: GpuSpec) -> attention.PrefillLaw | None:
+    """The law for prefixes, unless the source measured them."""
+    rows = attention.law_rows(data.prefill)
+    if (data.prefill.cached > 0).any() or len(rows[0]) < 5:
+        return None
+    return attention.PrefillLaw(rows, model.head_dim, gpu.sms)
+
+
+def _prefill(
+    data: Measurements,
+    law: attention.PrefillLaw | None,
+    model: ModelSpec,
+    gpu: GpuSpec,
+    heads: dict[int, tuple[int, int]],
+) -> dict[int, Any]:
     bandwidth = _bandwidth(data, gpu)
     tables = {}
     for degree, (q_heads, kv_heads) in heads.items():
         read = 2.0 * kv_heads * model.head_dim * model.kv_itemsize / bandwidth
-        tables[degree] = attention.fit_prefill(data.prefill, efficiency, q_heads, kv_heads, model.head_dim, read)
+        tables[degree] = attention.fit_prefill(data.prefill, law, q_heads, kv_heads, read)
     return tables
 
 
@@ -157,9 +184,13 @@ def _bandwidth(data: Measurements, gpu: GpuSpec) -> float:
     return stages.Elementwise(data.elementwise).bandwidth
 
 
-def _provenance(data: Measurements, heads: dict[int, tuple[int, int]]) -> dict[str, Any]:
-    measured_prefix = bool((data.prefill.cached > 0).any())
-    derived = [] if measured_prefix else ["prefill_attention.cached_token (no source measures a cached prefix)"]
+def _provenance(
+    data: Measurements,
+    law: attention.PrefillLaw | None,
+    heads: dict[int, tuple[int, int]],
+    filled: dict[str, Any],
+) -> dict[str, Any]:
+    derived = [] if law is None else ["prefill_attention.cached_token (from a law: no cached prefix was measured)"]
     if data.transfer is None:
         derived.append("transfer (from the all-to-all's receive rate)")
     if data.prefill_slowdown is None:
@@ -175,19 +206,29 @@ def _provenance(data: Measurements, heads: dict[int, tuple[int, int]]) -> dict[s
             "prefill_cached_tokens": [int(data.prefill.cached.min()), int(data.prefill.cached.max())],
         },
         "derived": derived,
+        "interpolated_heads": filled,
+        "prefill_law": None if law is None else law.summary,
     }
 
 
-def _errors(data: Measurements, kernels: _Kernels | None, heads: list[tuple[int, int]]) -> dict[str, Any]:
+def _errors(
+    data: Measurements, kernels: _Kernels | None, model: ModelSpec, gpu: GpuSpec, heads: list[tuple[int, int]]
+) -> dict[str, Any]:
     """Held-out error of each component beside how far replicates are apart; percent of the measured time."""
+    known = attention.measured_heads(data.decode) & attention.measured_heads(data.prefill)
+    kv_heads = {kv for _, kv in heads}
+    heads = [pair for pair in heads if pair in known] or [max(known)]
     errors: dict[str, Any] = {
         "decode_attention": {
             "held_out": attention.decode_held_out(data.decode, heads),
             "smoothing": attention.decode_in_sample(data.decode, heads),
+            "head_interpolation": attention.heads_held_out(data.decode, kv_heads),
             "replicates": attention.decode_noise(data.decode, heads),
         },
         "prefill_attention": {
             "held_out": attention.prefill_held_out(data.prefill, heads),
+            "law": attention.law_held_out(data.prefill, model.head_dim, gpu.sms, heads),
+            "head_interpolation": attention.heads_held_out(data.prefill, kv_heads),
             "replicates": attention.prefill_noise(data.prefill, heads),
         },
     }

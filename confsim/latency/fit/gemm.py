@@ -103,7 +103,7 @@ class GemmSurface:
 
 
 def noise_floor(table: GemmTable, least: int, most: int) -> dict[str, Any]:
-    """How far one replicate is from another at the same (m, n, k); 1 / sqrt(2) of it is the error of a perfect model."""
+    """How far one replicate is from another at the same (m, n, k); a perfect model errs by 1 / sqrt(2) of it."""
     inside = (table.n >= least) & (table.n <= most) & (table.k >= least) & (table.k <= most)
     m, n, k = table.m[inside], table.n[inside], table.k[inside]
     key = (m * 131072 + n) * 131072 + k

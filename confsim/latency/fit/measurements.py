@@ -87,6 +87,7 @@ class Measurements:
     decode: DecodeTable
     prefill: PrefillTable
     gemm: GemmTable | None = None
+    head_gemm: GemmTable | None = None  # GEMMs in the activations' dtype, where the layers' are in another
     elementwise: ElementwiseTable | None = None
     collectives: dict[str, CollectiveTable] = field(default_factory=dict)  # all_to_all, all_reduce, all_gather
     linear: StageTable | None = None  # whole stages, as ranks run them

@@ -15,13 +15,13 @@ from confsim.parallel import all_reduce_bytes, kv_token_bytes, output_exchange_b
 from confsim.specs import ModelSpec
 
 # Tokens at which stage tables are kept; between them times are linear.
-TOKENS = np.array(
-    """
-    1 2 4 8 16 24 32 48 64 80 96 112 128 160 192 224 256 320 384 448 512 640 768 896 1024 1280 1536 1792 2048 2304
-    2560 2816 3072 3328 3584 3840 4096 4608 5120 6144 7168 8192 10240 12288 16384 24576 32768
-    """.split(),
-    dtype=np.float64,
-)
+TOKENS = np.concatenate(
+    [
+        [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224],
+        [256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2304, 2560, 2816],
+        [3072, 3328, 3584, 3840, 4096, 4608, 5120, 6144, 7168, 8192, 10240, 12288, 16384, 24576, 32768],
+    ]
+).astype(np.float64)
 
 
 def gemm_shapes(model: ModelSpec, tp: int) -> dict[str, tuple[int, int]]:
