@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 from confsim.errors import InputError
 from confsim.latency.base import DecodeLine
@@ -107,6 +109,7 @@ class AffineLatencyConfig:
     transfer_token_s: float = 4e-7
     prefill_slowdown: float = 1.5
     decode_slowdown: float = 1.0 / 0.9
+    noise: float = 0.0
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -115,17 +118,13 @@ class AffineLatencyConfig:
             if not (math.isfinite(value) and value >= least):
                 raise InputError(f"latency.{item.name}={value}: give a finite number of at least {least:g}")
 
-    @property
-    def profile_hash(self) -> str:
-        """The coefficients stand in the configuration; there is no file to hash."""
-        return "affine"
-
-    @property
-    def provenance(self) -> dict[str, object]:
-        """What a result records about its latency model."""
-        return {"source": "affine", "coefficients": asdict(self)}
+    def describe(self, model: ModelSpec, gpu: GpuSpec) -> dict[str, Any]:
+        """What a result records about its latency model; it is the same for every model and GPU."""
+        digest = hashlib.sha256(repr(asdict(self)).encode()).hexdigest()[:16]
+        return {"source": "affine", "profile_hash": digest, "provenance": asdict(self), "errors": {}}
 
     def compile(self, model: ModelSpec, gpu: GpuSpec, tp: int, sp: int) -> AffineLatency:
         """The law on `sp` groups of `tp` GPUs; the head rule is checked, nothing else of model and GPU is used."""
         model.split_heads(tp, sp)
-        return AffineLatency(tp=tp, sp=sp, **asdict(self))
+        coefficients = {key: value for key, value in asdict(self).items() if key != "noise"}
+        return AffineLatency(tp=tp, sp=sp, **coefficients)
