@@ -41,10 +41,9 @@ class FileTrace:
         if self.format not in READERS:
             raise InputError(f"trace.format={self.format}: unknown, use one of {', '.join(READERS)}")
         if self.path is None or not str(self.path):
-            raise InputError(
-                f"trace.path is not set: trace={self.format} reads a file, add trace.path=FILE "
-                "(`confsim fetch toolagent` downloads one)"
-            )
+            public = {"mooncake": "toolagent", "bailian": "qwen_a"}.get(self.format)
+            hint = f" (`confsim fetch {public}` downloads one)" if public else ""
+            raise InputError(f"trace.path is not set: trace={self.format} reads a file, add trace.path=FILE{hint}")
         for key in ("zero_output", "block_mismatch"):
             if getattr(self, key) not in DROPS:
                 raise InputError(f"trace.{key}={getattr(self, key)}: unknown, use one of {', '.join(DROPS)}")

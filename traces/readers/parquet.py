@@ -100,7 +100,7 @@ class ParquetReader:
         if missing:
             raise InputError(
                 f"{self.path}: no column {', '.join(missing)}; a trace has {', '.join(SCHEMA.names)} "
-                "(write it with traces.write_parquet)"
+                "(write it with traces.readers.write_parquet)"
             )
         if "block_ids" in present and self.options.block_ids and self.block_tokens == 0:
             raise InputError(f"{self.path}: has block_ids but no block size in its metadata (confsim.block_tokens)")
