@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from analysis.report.load import Goodput, Results, Run, Series
 # Colour-blind safe (Okabe and Ito), and readable on white and on near-black.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#8C8C3A", "#7B61C9")
 LIMIT_COLOUR = "#D0342C"
+LEGEND_ABOVE = 3  # lines that a legend above a narrow figure can name
 DASHES = ("solid", "dash", "dot", "dashdot")
 SHARE_AXIS = {"tickformat": ".0%", "rangemode": "tozero"}
 
@@ -48,7 +50,13 @@ def _limit(axis: str, value: float, text: str) -> dict[str, Any]:
     """A shape and its label for a limit on an axis; values on a log axis are given as they are."""
     other = "y" if axis == "x" else "x"
     line = {"color": LIMIT_COLOUR, "width": 1.5, "dash": "dash"}
-    label = {"text": text, "textposition": "end", "font": {"color": LIMIT_COLOUR, "size": 12}}
+    label = {
+        "text": text,
+        "textposition": "end" if axis == "y" else "start",
+        "textangle": 0,
+        "font": {"color": LIMIT_COLOUR, "size": 12},
+    }
+    label |= {"xanchor": "left", "yanchor": "bottom"} if axis == "x" else {"xanchor": "right", "yanchor": "bottom"}
     ends = {f"{axis}0": value, f"{axis}1": value, f"{other}0": 0, f"{other}1": 1, f"{other}ref": "paper"}
     return {"type": "line", "line": line, "label": label, **ends}
 
@@ -119,9 +127,21 @@ def attainment_curves(goodput: Goodput, palette: dict[str, str]) -> Figure:
         "requests that keep the SLO",
         430,
         xaxis={"range": [0, float(f"{limit:.4g}")]},
-        yaxis={"tickformat": ".0%", "range": [0, 1.04]},
+        yaxis={"tickformat": ".0%", "range": [_floor(goodput.content["schemes"].values(), limit), 1.03]},
     )
     return {"data": data, "layout": {**layout, "shapes": [_limit("y", target, f"target {target:.0%}")]}}
+
+
+def _floor(entries: Iterable[dict[str, Any]], limit: float) -> float:
+    """Where an axis of attainment starts so that the exact points up to the limit show, in steps of 10%."""
+    shown = [
+        probe["attainment_low"]
+        for entry in entries
+        for probe in entry["probes"]
+        if probe["rate"] <= limit and not probe["decided_early"]
+    ]
+    lowest = min(shown, default=0.0)
+    return max(0, int(lowest * 10 - 0.5)) / 10
 
 
 def _exact_points(scheme: str, probes: Sequence[dict[str, Any]], colour: str) -> dict[str, Any]:
@@ -245,19 +265,39 @@ def distribution(runs: Sequence[Run], key: str, title: str, limit_key: str, pale
     if not data:
         return None
     limits = sorted({run.summary["slo"][limit_key] for run in runs if run.summary["slo"].get(limit_key)})
-    layout = _layout(title, "share at or below", xaxis={"type": "log"}, yaxis={"tickformat": ".0%", "range": [0, 1.02]})
-    shapes = [_limit("x", limit, f"SLO {limit:g} s") for limit in limits]
+    shown = [value for line in data for value in line["x"]] + limits
+    layout = _layout(
+        title,
+        "share at or below",
+        xaxis=_time_axis(min(shown), max(shown)),
+        yaxis={"tickformat": ".0%", "range": [0, 1.02]},
+    )
+    if len(data) > LEGEND_ABOVE:
+        layout["legend"] = {"x": 1.02, "y": 1}
+    shapes = [_limit("x", limit, f" SLO {_time(limit)}") for limit in limits]
     return {"data": data, "layout": {**layout, "shapes": shapes}}
+
+
+def _time_axis(low: float, high: float) -> dict[str, Any]:
+    """A log axis of seconds with ticks at 1, 2 and 5 of each decade, or at decades alone where those are many."""
+    decades = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
+    steps = (1, 2, 5) if high < 300 * low else (1,)
+    values = [step * 10.0**decade for decade in decades for step in steps]
+    ends = numbers([math.log10(low / 1.1), math.log10(high * 1.7)])  # room for the label of a limit
+    return {"type": "log", "range": ends, "tickvals": numbers(values), "ticktext": [_time(value) for value in values]}
+
+
+def _time(value: float) -> str:
+    return f"{value:.4g} s" if value >= 1 else f"{value * 1e3:.4g} ms"
 
 
 # --- over time -------------------------------------------------------------------------------------------------------
 
 
 def tokens_over_time(series: Series) -> Figure:
-    """Mean prefill and decode tokens of an iteration."""
+    """Mean prefill (left axis) and decode tokens (right axis) of an iteration."""
     time_s = numbers(series.time_s)
-    hover = "%{x} s: %{y} tokens<extra>%{fullData.name}</extra>"
-    lines = (("prefill", series.prefill_tokens, COLOURS[0]), ("decode", series.decode_tokens, COLOURS[1]))
+    lines = (("prefill", series.prefill_tokens, COLOURS[0], "y"), ("decode", series.decode_tokens, COLOURS[1], "y2"))
     data = [
         {
             "type": "scatter",
@@ -265,15 +305,16 @@ def tokens_over_time(series: Series) -> Figure:
             "name": name,
             "x": time_s,
             "y": numbers(values),
+            "yaxis": axis,
             "line": {"color": colour, "width": 1.5},
-            "hovertemplate": hover,
+            "hovertemplate": "%{x} s: %{y} tokens<extra>%{fullData.name}</extra>",
         }
-        for name, values, colour in lines
+        for name, values, colour, axis in lines
     ]
-    return {
-        "data": data,
-        "layout": _layout("simulated time (s)", "tokens an iteration", 280, yaxis={"rangemode": "tozero"}),
-    }
+    layout = _layout("simulated time (s)", "prefill tokens", 280, yaxis={"rangemode": "tozero"})
+    right = {"title": {"text": "decode tokens"}, "automargin": True, "rangemode": "tozero"}
+    layout["yaxis2"] = {**right, "overlaying": "y", "side": "right", "showgrid": False, "tickmode": "auto"}
+    return {"data": data, "layout": layout}
 
 
 def kv_over_time(series: Series, capacity_blocks: float | None) -> Figure:

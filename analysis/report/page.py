@@ -90,7 +90,8 @@ def _title(results: Results) -> str:
         return f"Goodput of {schemes}"
     if not results.goodputs and len(results.simulations) == 1:
         return f"One run of {results.simulations[0].summary.get('scheme')}"
-    return f"{len(results.goodputs)} goodput searches, {len(results.simulations)} runs"
+    counts = ((len(results.goodputs), "goodput search", "es"), (len(results.simulations), "run", "s"))
+    return ", ".join(f"{count} {name}{many if count > 1 else ''}" for count, name, many in counts if count)
 
 
 def _described(results: Results) -> list[dict[str, Any]]:
@@ -295,7 +296,7 @@ def _distributions(page: Page, results: Results, palette: dict[str, str]) -> Non
         return
     note = "Each curve is a run: how large a share of its values lies at or below x. The dashed line is the SLO."
     page.heading("Latency distributions", note)
-    page.add('<div class="pair">')
+    page.add(f'<div class="{"trio" if len(runs) <= draw.LEGEND_ABOVE else "column"}">')
     titles = (
         ("ttft_s", "time to first token (s)", "ttft_s"),
         ("gap_s", "time between tokens, every gap (s)", "tbt_s"),
