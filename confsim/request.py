@@ -31,7 +31,6 @@ class Request:
         "prefilled",
         "prompt_tokens",
         "reason",
-        "resumed_s",
         "session",
         "slices",
         "status",
@@ -66,7 +65,6 @@ class Request:
         self.prefill_start_s = -1.0  # start of the iteration of its first chunk
         self.prefill_done_s = -1.0
         self.first_token_s = -1.0
-        self.resumed_s: list[float] = []  # token times emitted by the last chunk of a recomputation
         self.slices: list[Slice | float] = []  # token times in order: slices of timelines and single times
 
     @property

@@ -1,0 +1,1 @@
+"""One file per dispatch; the file's name is its config value."""

@@ -1,0 +1,54 @@
+"""Equalise prefill plus decode tokens over the groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class Dispatch:
+    """Groups above the level take nothing; sums are exact.
+
+    With the level L = least integer at which sum(max(0, L - decode)) >= tokens, every group below L is filled to L,
+    and the excess is taken back one token each, from the groups with the fewest decodes (the largest shards) first.
+    """
+
+    def __init__(self, decode_tokens: Sequence[int]) -> None:
+        self._decode = tuple(decode_tokens)
+        self._sorted = sorted(self._decode)
+        self._least = self._sorted[0]
+        self._most = self._sorted[-1]
+        self._at_least = self._sorted.count(self._least)
+
+    def _fill(self, tokens: int) -> tuple[int, int]:
+        """Least level at which `tokens` fit, and the tokens short of filling it."""
+        total = tokens
+        for count, decode in enumerate(self._sorted):
+            if count and total <= decode * count:  # filled before this group is reached
+                level = -(-total // count)
+                return level, level * count - total
+            total += decode
+        groups = len(self._sorted)
+        level = -(-total // groups)
+        return level, level * groups - total
+
+    def peak(self, tokens: int) -> tuple[int, int]:
+        """Largest stacked tokens and largest prefill shard."""
+        if tokens <= 0:
+            return self._most, 0
+        level, excess = self._fill(tokens)
+        return max(level, self._most), level - self._least - (excess >= self._at_least)
+
+    def spread(self, tokens: int) -> tuple[int, ...]:
+        """Prefill tokens of each group."""
+        if tokens <= 0:
+            return (0,) * len(self._decode)
+        level, excess = self._fill(tokens)
+        shares = [max(0, level - decode) for decode in self._decode]
+        by_load = sorted(range(len(shares)), key=self._decode.__getitem__)
+        for group in by_load[:excess]:
+            shares[group] -= 1
+        return tuple(shares)
+
+    def capacity(self, level: int) -> int:
+        """Tokens that keep every group that takes some at `level` or below."""
+        return sum(max(0, level - decode) for decode in self._decode)

@@ -1,0 +1,46 @@
+"""A queue in heaps: those that wait apart from those that have started, by one key."""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+from typing import Any
+
+from confsim.request import Request
+
+Entry = tuple[Any, int, Request]
+
+
+class Lanes:
+    """Two heaps by the same key; requests that were preempted come first in both."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Entry] = []
+        self.started: list[Entry] = []
+
+    def push(self, request: Request, key: float) -> None:
+        """Queue by (not preempted, key, id)."""
+        lane = self.started if request.status == "prefill" else self.waiting
+        heappush(lane, ((request.preemptions == 0, key), request.id, request))
+
+    def head(self, new: bool) -> list[Entry]:
+        """The lane with the next request, or an empty one."""
+        if not new or not self.waiting:
+            return self.started
+        if self.started and self.started[0] < self.waiting[0]:
+            return self.started
+        return self.waiting
+
+    def remove(self, request: Request) -> None:
+        """Take out a started request, if it is here."""
+        kept = [entry for entry in self.started if entry[2] is not request]
+        if len(kept) < len(self.started):
+            heapify(kept)
+            self.started = kept
+
+    def __len__(self) -> int:
+        return len(self.waiting) + len(self.started)
+
+
+def pop(lane: list[Entry]) -> Request | None:
+    """The next request of a lane."""
+    return heappop(lane)[2] if lane else None

@@ -1,0 +1,1 @@
+"""One file per order; the file's name is its config value."""

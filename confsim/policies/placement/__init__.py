@@ -1,0 +1,1 @@
+"""One file per placement; the file's name is its config value."""

@@ -1,0 +1,165 @@
+"""What happened, kept cheaply while it happens and turned into tables once, afterwards."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from confsim.plan import IterationTiming
+
+ITERATIONS = pa.schema(
+    [
+        ("loop", pa.dictionary(pa.int16(), pa.string())),
+        ("instance", pa.int16()),
+        ("start_s", pa.float64()),
+        ("end_s", pa.float64()),
+        ("prefill_tokens", pa.int32()),
+        ("decode_tokens", pa.int32()),
+        ("prefill_per_group", pa.list_(pa.int32())),
+        ("decode_per_group", pa.list_(pa.int32())),
+        ("linear_s", pa.float64()),
+        ("prefill_attention_s", pa.float64()),
+        ("decode_attention_s", pa.float64()),
+        ("communication_s", pa.float64()),
+        ("head_s", pa.float64()),
+        ("overhead_s", pa.float64()),
+        ("predicted_s", pa.float64()),
+        ("queued", pa.int32()),
+        ("kv_used_blocks", pa.int64()),
+        ("context_tokens", pa.int64()),
+    ]
+)
+
+
+class Row(NamedTuple):
+    """One or, where nothing but decodes ran, several iterations."""
+
+    steps: int
+    start_s: float
+    prefill: tuple[int, ...]
+    decode: tuple[int, ...]
+    linear_s: float
+    prefill_attention_s: float
+    decode_attention_s: float  # of the first step; -1: what is left of the duration
+    communication_s: float
+    head_s: float
+    overhead_s: float
+    predicted_s: float  # of the first step; -1: the duration
+    queued: int
+    kv_used_blocks: int
+    context_tokens: int
+
+
+@dataclass(slots=True)
+class Track:
+    """The iterations of one loop, in order."""
+
+    name: str
+    instance: int = 0
+    rows: list[Row] = field(default_factory=list)
+    ends: array[float] = field(default_factory=lambda: array("d"))
+
+    def iteration(
+        self,
+        start_s: float,
+        end_s: float,
+        timing: IterationTiming,
+        prefill: tuple[int, ...],
+        decode: tuple[int, ...],
+        queued: int,
+        kv_used_blocks: int,
+        context_tokens: int,
+    ) -> None:
+        """Record one iteration."""
+        self.ends.append(end_s)
+        self.rows.append(
+            Row(1, start_s, prefill, decode, *timing[1:7], timing.predicted_s, queued, kv_used_blocks, context_tokens)
+        )
+
+    def run(
+        self,
+        start_s: float,
+        ends_s: list[float],
+        linear_s: float,
+        head_s: float,
+        decode: tuple[int, ...],
+        queued: int,
+        kv_used_blocks: int,
+        context_tokens: int,
+    ) -> None:
+        """Record iterations of nothing but the same decodes."""
+        self.ends.extend(ends_s)
+        zeros = (0,) * len(decode)
+        row = Row(
+            len(ends_s), start_s, zeros, decode, linear_s, 0.0, -1.0, 0.0, head_s, 0.0, -1.0, queued, kv_used_blocks,
+            context_tokens,
+        )  # fmt: skip
+        self.rows.append(row)
+
+    def busy_s(self) -> float:
+        """Seconds in which an iteration ran."""
+        steps = np.fromiter((row.steps for row in self.rows), np.int64, len(self.rows))
+        starts = np.fromiter((row.start_s for row in self.rows), np.float64, len(self.rows))
+        ends = np.frombuffer(self.ends, np.float64)[np.cumsum(steps) - 1] if len(steps) else starts
+        return float(np.sum(ends - starts))
+
+    def table(self) -> pa.Table:
+        """One row an iteration, by `ITERATIONS`."""
+        columns: list[Any] = list(zip(*self.rows, strict=True)) if self.rows else [()] * len(Row._fields)
+        by_name = dict(zip(Row._fields, columns, strict=True))
+        steps = np.array(by_name["steps"], np.int64)
+        first = np.cumsum(steps) - steps
+        ends = np.array(self.ends, np.float64)
+        starts = np.concatenate([[0.0], ends[:-1]]) if len(ends) else ends
+        starts[first] = by_name["start_s"]
+        out: dict[str, Any] = {
+            name: np.repeat(np.array(by_name[name], np.float64), steps)
+            for name in Row._fields
+            if name.endswith("_s") and name != "start_s"
+        }
+        duration = ends - starts
+        rest = duration - out["linear_s"] - out["head_s"]
+        out["decode_attention_s"] = np.where(out["decode_attention_s"] < 0, rest, out["decode_attention_s"])
+        out["predicted_s"] = np.where(out["predicted_s"] < 0, duration, out["predicted_s"])
+        decode_tokens = np.array([sum(groups) for groups in by_name["decode"]], np.int64)
+        within = np.arange(len(ends)) - np.repeat(first, steps)
+        context = np.repeat(np.array(by_name["context_tokens"], np.int64), steps)
+        out |= {
+            "loop": pa.array([self.name], pa.string()).dictionary_encode().take(pa.array(np.zeros(len(ends), np.int8))),
+            "instance": np.full(len(ends), self.instance, np.int16),
+            "start_s": starts,
+            "end_s": ends,
+            "prefill_tokens": np.repeat(np.array([sum(groups) for groups in by_name["prefill"]], np.int32), steps),
+            "decode_tokens": np.repeat(decode_tokens, steps),
+            "prefill_per_group": _repeat_lists(by_name["prefill"], steps),
+            "decode_per_group": _repeat_lists(by_name["decode"], steps),
+            "queued": np.repeat(np.array(by_name["queued"], np.int32), steps),
+            "kv_used_blocks": np.repeat(np.array(by_name["kv_used_blocks"], np.int64), steps),
+            "context_tokens": context + within * np.repeat(decode_tokens, steps),
+        }
+        arrays = [_column(out[field.name], field.type) for field in ITERATIONS]
+        return pa.Table.from_arrays(arrays, schema=ITERATIONS)
+
+
+def _column(values: Any, kind: pa.DataType) -> pa.Array:
+    return values.cast(kind) if isinstance(values, pa.Array) else pa.array(values).cast(kind)
+
+
+def _repeat_lists(groups: Any, steps: Any) -> pa.Array:
+    return pa.array(groups, pa.list_(pa.int32())).take(pa.array(np.repeat(np.arange(len(steps)), steps)))
+
+
+def iterations_table(tracks: list[Track]) -> pa.Table:
+    """All iterations, by end time; ties in the order of the tracks."""
+    tables = [track.table().unify_dictionaries() for track in tracks]
+    if not tables:
+        return ITERATIONS.empty_table()
+    if len(tables) == 1:
+        return tables[0]
+    whole = pa.concat_tables(tables).unify_dictionaries().combine_chunks()
+    order = np.argsort(whole["end_s"].to_numpy(), kind="stable")
+    return whole.take(pa.array(order))

@@ -1,0 +1,176 @@
+"""What a scheme is: a frozen set of options that builds instances, each a set of SimPy processes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import simpy
+
+from confsim.backend import Backend
+from confsim.kv import BlockPool, KvConfig
+from confsim.latency.base import LatencyModel
+from confsim.ledger import Ledger
+from confsim.memory import KvCapacity, kv_capacity
+from confsim.model_backend import Cost, Noise
+from confsim.policies import Policy
+from confsim.request import Request
+from confsim.slo import Slo
+from confsim.specs import ClusterSpec, GpuSpec, ModelSpec
+
+
+class LatencySource(Protocol):
+    """What `latency=...` instantiates."""
+
+    @property
+    def noise(self) -> float:
+        """Relative standard deviation of the time charged around its prediction."""
+
+    def describe(self, model: ModelSpec, gpu: GpuSpec) -> Mapping[str, Any]:
+        """`profile_hash`, provenance and errors, as plain JSON data."""
+
+    def compile(self, model: ModelSpec, gpu: GpuSpec, tp: int, sp: int) -> LatencyModel:
+        """The latency model of a layout."""
+
+
+class BackendFactory(Protocol):
+    """What `backend=...` instantiates."""
+
+    def create(self, cost: Cost, noise: Noise, tp: int, sp: int, layout: str) -> Backend:
+        """A backend for one loop."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything that an instance is built from."""
+
+    env: simpy.Environment
+    model: ModelSpec
+    gpu: GpuSpec
+    cluster: ClusterSpec
+    latency: LatencySource
+    slo: Slo
+    kv: KvConfig
+    policy: Policy
+    backend: BackendFactory
+    ledger: Ledger
+    noise_std: float = 0.0
+    seed: int = 0
+    instance: int = 0
+    entry_tokens: int = 0  # prefix block size of the trace, 0 where it has none
+    compiled: dict[tuple[int, int], LatencyModel] = field(default_factory=dict)
+
+    def latency_of(self, tp: int, sp: int) -> LatencyModel:
+        """The latency model of a layout, compiled once a run."""
+        if (tp, sp) not in self.compiled:
+            self.compiled[tp, sp] = self.latency.compile(self.model, self.gpu, tp, sp)
+        return self.compiled[tp, sp]
+
+    def noise(self, stream: int = 0) -> Noise:
+        """The noise of one loop, a stream of its own."""
+        return Noise(self.noise_std, np.random.default_rng([self.seed, 0x4E, self.instance, stream]))
+
+
+@dataclass(frozen=True)
+class KvReport:
+    """KV of a scheme's groups, as results state it: `groups` pools of `gpus_a_group` GPUs, each of `capacity_tokens`."""
+
+    groups: int
+    gpus_a_group: int
+    capacity_tokens: int
+    capacity: KvCapacity  # of one TP group, term by term
+
+
+def group_kv(
+    setup: Setup, tp: int, sp: int, max_batched_tokens: int, spread: bool = False, extra_bytes: int = 0
+) -> KvReport:
+    """KV of `sp` groups of `tp` GPUs, by memory or as `kv.capacity_tokens` says (that of `cluster.tp` GPUs).
+
+    `spread`: KV heads are spread over all groups for decode too, so that they are one pool.
+    """
+    given = setup.kv.capacity_tokens
+    capacity = kv_capacity(
+        setup.model,
+        setup.gpu,
+        tp,
+        sp,
+        utilisation=setup.kv.utilisation,
+        max_batched_tokens=max_batched_tokens,
+        extra_bytes=extra_bytes,
+        block_tokens=setup.kv.block_tokens,
+        capacity_tokens=None if given is None else given * tp // setup.cluster.tp,
+    )
+    if not spread:
+        return KvReport(sp, tp, capacity.tokens, capacity)
+    return KvReport(1, tp * sp, int(capacity.tokens / capacity.shard_fraction), capacity)
+
+
+class Instance(ABC):
+    """One serving instance: it takes requests and runs its loops as SimPy processes."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.env = setup.env
+        self.ledger = setup.ledger
+        self.outstanding_requests = 0
+        self.outstanding_tokens = 0  # prompt tokens of requests that have not ended
+
+    @abstractmethod
+    def refusal(self, prompt_tokens: int, output_tokens: int) -> str:
+        """Why a request could never be served here, or an empty string."""
+
+    @abstractmethod
+    def enqueue(self, request: Request) -> None:
+        """Take a request; an idle loop wakes."""
+
+    @abstractmethod
+    def pools(self) -> tuple[BlockPool, ...]:
+        """Every KV pool."""
+
+    @abstractmethod
+    def audit(self) -> None:
+        """Recount what the pools hold.
+
+        Raises:
+            AssertionError: if a pool's books do not balance.
+        """
+
+    def counters(self) -> dict[str, int]:
+        """What the scheme counts of its own, for the summary."""
+        return {}
+
+    @property
+    def utilised_s(self) -> float:
+        """Seconds in which this instance's busiest loop ran iterations."""
+        tracks = [track.busy_s() for track in self.ledger.tracks if track.instance == self.setup.instance]
+        return max(tracks, default=0.0)
+
+    def submit(self, request: Request) -> None:
+        """Take a request and keep the router's counts."""
+        self.outstanding_requests += 1
+        self.outstanding_tokens += request.prompt_tokens
+        request.instance = self.setup.instance
+        self.enqueue(request)
+
+    def complete(self, request: Request, time_s: float) -> None:
+        """A request's last token is out."""
+        self.outstanding_requests -= 1
+        self.outstanding_tokens -= request.prompt_tokens
+        self.ledger.complete(request, time_s)
+
+
+class Scheme(Protocol):
+    """What `scheme=...` instantiates: options only."""
+
+    @property
+    def name(self) -> str:
+        """Its name in results."""
+
+    def build(self, setup: Setup) -> Instance:
+        """An instance with its processes started."""
+
+    def kv_report(self, setup: Setup) -> KvReport:
+        """Groups and their KV capacity."""

@@ -1,0 +1,77 @@
+"""Chunked prefill with uniform tensor parallelism (Sarathi-Serve, vLLM v1): one TP group, decodes first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from confsim.errors import InputError
+from confsim.kv import InPlaceKv
+from confsim.schemes.base import Instance, KvReport, Setup, group_kv
+from confsim.schemes.cobatch import CoBatchInstance
+from confsim.schemes.cost import CoBatchCost, in_turn
+from confsim.schemes.fill import Limits
+
+TUNED_CHUNKS = [512, 1024, 2048, 4096, 8192]
+
+
+def static_chunk(chunk_tokens: int | str) -> int | None:
+    """The static total of an iteration, None for the largest that meets the target.
+
+    Raises:
+        InputError: unless it is a positive number, `auto`, or `tuned` (which a search replaces by numbers).
+    """
+    if chunk_tokens == "auto":
+        return None
+    if isinstance(chunk_tokens, int) and chunk_tokens > 0:
+        return chunk_tokens
+    if chunk_tokens == "tuned":
+        raise InputError("scheme.chunk_tokens=tuned: only `confsim goodput` can tune; give a number or auto")
+    raise InputError(f"scheme.chunk_tokens={chunk_tokens}: use a positive number of tokens, auto or tuned")
+
+
+@dataclass(frozen=True)
+class ChunkedPrefill:
+    """Options of `scheme=chunked_prefill`; `tp` None takes all GPUs."""
+
+    name: str = "chunked_prefill"
+    tp: int | None = None
+    chunk_tokens: int | str = "auto"
+    max_batched_tokens: int = 8192
+    max_partial_prefills: int = 4
+    async_schedule: bool = True
+
+    def tunable(self) -> dict[str, list[int | str]]:
+        """Values that a goodput search tries for options set to be tuned."""
+        return {"chunk_tokens": list(TUNED_CHUNKS)} if self.chunk_tokens == "tuned" else {}
+
+    def degree(self, setup: Setup) -> int:
+        """GPUs of the TP group.
+
+        Raises:
+            InputError: for a degree beyond the cluster.
+        """
+        tp = self.tp or setup.cluster.gpus
+        if not 1 <= tp <= setup.cluster.gpus:
+            raise InputError(f"scheme.tp={tp}: the cluster has {setup.cluster.gpus} GPUs (cluster.gpus)")
+        return tp
+
+    def build(self, setup: Setup) -> Instance:
+        """One loop."""
+        cost = CoBatchCost(setup.latency_of(self.degree(setup), 1), in_turn, async_schedule=self.async_schedule)
+        report = self.kv_report(setup)
+        kv = InPlaceKv(report.capacity_tokens, setup.kv, setup.entry_tokens)
+        limits = Limits(
+            setup.slo.target_s, static_chunk(self.chunk_tokens), self._token_cap(setup), self.max_partial_prefills
+        )
+        dispatch = setup.policy.dispatch_class("even")
+        return CoBatchInstance(
+            setup, self.name, cost, kv, limits, dispatch, setup.policy.new_placement("least_context")
+        )
+
+    def kv_report(self, setup: Setup) -> KvReport:
+        """One pool."""
+        return group_kv(setup, self.degree(setup), 1, self._token_cap(setup))
+
+    def _token_cap(self, setup: Setup) -> int:
+        """Tokens an iteration: `max_batched_tokens` for each group of `cluster.tp` GPUs, as for other schemes."""
+        return self.max_batched_tokens * max(1, self.degree(setup) // setup.cluster.tp)

@@ -1,0 +1,411 @@
+"""One lockstep loop in which prefill chunks and decodes share iterations over all groups.
+
+Conflux, chunked prefill and uniform sequence parallelism are this loop with different layouts, costs and KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from heapq import heappop, heappush
+from time import perf_counter
+from typing import Any
+
+import simpy
+
+from confsim.backend import Backend
+from confsim.kv import BlockPool, InPlaceKv, MigratingKv
+from confsim.loop import DecodeLoop
+from confsim.model_backend import ModelBackend
+from confsim.plan import IterationPlan, IterationTiming, PrefillChunk
+from confsim.policies.base import Dispatch, GroupLoad, Placement
+from confsim.request import Request
+from confsim.schemes.base import Instance, Setup
+from confsim.schemes.cost import CoBatchCost, DecodeLoad
+from confsim.schemes.fill import Fill, Limits
+
+
+class CoBatchInstance(Instance):
+    """The loop: plan, have the backend time the plan, apply what came out."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        name: str,
+        cost: CoBatchCost,
+        kv: InPlaceKv | MigratingKv,
+        limits: Limits,
+        dispatch: Callable[[Sequence[int]], Dispatch],
+        placement: Placement,
+    ) -> None:
+        super().__init__(setup)
+        self.cost = cost
+        self.kv = kv
+        self.limits = limits
+        self._dispatch = dispatch
+        self._placement = placement
+        self._queue = setup.policy.new_order()
+        index, times = self.ledger.new_timeline()
+        self.loop = DecodeLoop(index, times, len(kv.pools), kv.block_tokens)
+        self._track = self.ledger.new_track(name, setup.instance)
+        self._noise = setup.noise(index)
+        latency = cost.latency
+        self._backend: Backend = setup.backend.create(cost, self._noise, latency.tp, latency.sp, name)
+        self._holders: dict[int, Request] = {}  # requests with KV
+        self._ages: list[tuple[float, int]] = []  # heap of holders by arrival, those that left included
+        self._partials: dict[int, Request] = {}  # prompts in progress
+        self._in_transfer = 0
+        self._landed: list[Request] = []  # KV has arrived, decode starts in the next iteration
+        self._released: list[int] = []
+        self._aside: list[Request] = []  # taken from the queue in this pass and not planned
+        self._blocked = False  # the head of the queue waits for KV
+        self._wake: simpy.Event | None = None
+        self.env.process(self._run())
+
+    # What an engine and routers ask
+
+    def refusal(self, prompt_tokens: int, output_tokens: int) -> str:
+        """Why a request could never be served here, or an empty string."""
+        return self.kv.refusal(prompt_tokens, output_tokens)
+
+    def enqueue(self, request: Request) -> None:
+        """Queue a request and wake the loop if it is idle."""
+        self._queue.push(request)
+        self._rouse()
+
+    def pools(self) -> tuple[BlockPool, ...]:
+        """Every KV pool."""
+        return self.kv.pools
+
+    def audit(self) -> None:
+        """Recount what the pools hold."""
+        kv, loop = self.kv, self.loop
+        for group, pool in enumerate(kv.pools):
+            assert pool.free + pool.held + pool.cached == pool.capacity
+            assert pool.free >= 0 and pool.held >= 0 and pool.cached >= 0
+            assert pool.cached == len(kv.copies.idle) * kv.copies.entry_units
+            units = kv.copies.held_units()
+            for request in self._holders.values():
+                if request.status == "decode":
+                    steps = max(1, len(loop.times) - loop.starts[request.id] + loop.grown)
+                    blocks = kv.copies.units(request.target_tokens + steps)
+                    if isinstance(kv, InPlaceKv):
+                        units += blocks - kv.copies.units(request.target_tokens + 1)
+                    elif request.group == group:
+                        units += blocks * kv.units_per_block
+                elif request.status in ("transfer", "landed") and isinstance(kv, MigratingKv):
+                    blocks = kv.copies.units(request.target_tokens + 1)
+                    units += blocks * kv.units_per_block * (request.group == group)
+            assert units == pool.held, (group, units, pool.held)
+
+    def counters(self) -> dict[str, int]:
+        """Iterations in which overlap was slower than running the attention paths in turn."""
+        return {"overlap_slower_iterations": self.cost.slower_overlaps}
+
+    # The loop
+
+    def _run(self) -> Generator[simpy.Event, Any, None]:
+        env = self.env
+        while True:
+            began = perf_counter()
+            plan, load = self._plan(env.now)
+            self.ledger.schedule_pass_s.append(perf_counter() - began)
+            if plan is None:
+                self._check_progress()
+                self._wake = env.event()
+                yield self._wake
+                continue
+            if not plan.prefill and isinstance(self._backend, ModelBackend) and self._may_run_ahead():
+                yield from self._decode_run(load)
+                continue
+            start_s = env.now
+            self._backend.submit(plan)
+            timing = self._backend.result()
+            yield env.timeout(timing.duration_s)
+            self._record(start_s, plan, load, timing)
+            self._apply(plan, timing, start_s)
+
+    def _may_run_ahead(self) -> bool:
+        """Whether nothing but an event can change the next plans."""
+        return not len(self._queue) or (self._blocked and self._queue.time_free)
+
+    def _decode_run(self, load: DecodeLoad) -> Generator[simpy.Event, Any, None]:
+        """Iterations of nothing but the same decodes, up to the next end, event or shortage of KV."""
+        env, loop, cost = self.env, self.loop, self.cost
+        start_s = env.now
+        steps = loop.steps_to_end()
+        until_s = env.peek()
+        ends = cost.decode_run(loop.batches, load, start_s, until_s, steps, self._noise)
+        ready = self._grow_ahead(len(ends) - 1)
+        if ready < len(ends):
+            del ends[ready:]
+        context = sum(batch.context_tokens for batch in loop.batches)
+        linear_s = cost.linear_s(load, load.peak, 0)
+        head_s = cost.latency.head_s(load.peak)
+        self._track.run(start_s, ends, linear_s, head_s, load.counts, len(self._queue), self._used_blocks(), context)
+        if len(ends) > 1:
+            loop.advance(ends[:-1])
+            loop.grown = True
+        yield env.timeout(ends[-1] - start_s)
+        for request in loop.step(env.now):
+            self._finish(request)
+
+    def _grow_ahead(self, steps: int) -> int:
+        """Take the blocks of up to `steps` further iterations; returns the iterations that have theirs."""
+        for ahead in range(1, steps + 1):
+            needs = [self.loop.growth(group, ahead) for group in range(len(self.kv.pools))]
+            if any(
+                need * self.kv.units_per_block > pool.available for need, pool in zip(needs, self.kv.pools, strict=True)
+            ):
+                return ahead
+            for group, need in enumerate(needs):
+                if need:
+                    self.kv.grow(group, need)
+        return steps + 1
+
+    def _rouse(self) -> None:
+        if self._wake is not None and not self._wake.triggered:
+            self._wake.succeed()
+
+    def _check_progress(self) -> None:
+        if len(self._queue) and not self._in_transfer:
+            raise RuntimeError(f"no progress with {len(self._queue)} requests queued and none running")
+
+    # Planning
+
+    def _plan(self, now_s: float) -> tuple[IterationPlan | None, DecodeLoad]:
+        for request in self._landed:
+            self.loop.join(request, request.group, self.ledger.oracle.left(request))
+        self._landed.clear()
+        grown = self._grow()
+        load = self.cost.load(self.loop.batches)
+        if not grown:
+            return None, load
+        preempted = self.ledger.preemptions
+        chunks = self._chunks(now_s, load) if len(self._queue) else ()
+        if self.ledger.preemptions != preempted:
+            load = self.cost.load(self.loop.batches)
+        if not chunks and not load.total:
+            return None, load
+        plan = IterationPlan(chunks, self.loop.batches, tuple(self._released))
+        self._released.clear()
+        return plan, load
+
+    def _grow(self) -> bool:
+        """Blocks for every decode's next token, preempting where they are short; false: a transfer must end first."""
+        loop, kv = self.loop, self.kv
+        if loop.grown:
+            return True
+        for group in range(len(kv.pools)):
+            while (need := loop.growth(group)) > 0 and not kv.grow(group, need):
+                victim = self._victim(group)
+                if victim is None:
+                    return self._undo_growth(group)
+                self._preempt(victim)
+        loop.grown = True
+        return True
+
+    def _undo_growth(self, groups: int) -> bool:
+        for group in range(groups):
+            self.kv.pools[group].held -= self.loop.growth(group) * self.kv.units_per_block
+        return False
+
+    def _chunks(self, now_s: float, load: DecodeLoad) -> tuple[PrefillChunk, ...]:
+        """Prefill chunks in queue order, as much as the iteration has room for."""
+        fill = Fill(self.cost, load, self._dispatch(load.counts), self.limits, self.kv.block_tokens)
+        aside = self._aside
+        new = True
+        self._blocked = False
+        while fill.room > 0:
+            request = self._queue.pop(now_s, fill.predict_s, new)
+            if request is None:
+                break
+            aside.append(request)
+            fresh = request.status == "queued"
+            if fresh and not self._start(request):
+                new = False
+                self._blocked = True
+                continue
+            tokens = fill.fit(request)
+            outcome = self._accept(request, tokens, fresh, fill) if tokens else "full"
+            if outcome == "accepted":
+                aside.pop()
+                if not fill.chunks[-1].last:
+                    break
+                continue
+            if fresh:
+                self._cancel(request)
+            if outcome == "full":
+                break
+            new = False
+            self._blocked = self._blocked or outcome == "no_kv"
+        for request in aside:
+            self._queue.push(request)
+        aside.clear()
+        return fill.spread()
+
+    def _accept(self, request: Request, tokens: int, fresh: bool, fill: Fill) -> str:
+        last = tokens == request.remaining_prefill
+        if fresh and not last and len(self._partials) >= self.limits.max_partial_prefills:
+            return "partials"
+        if not self.kv.whole_prompt and not self._extend(request, request.prefilled + tokens):
+            return "no_kv"
+        group = -1
+        if last and self.ledger.oracle.left(request) > 1:
+            group = self._place(request)
+            if group < 0:
+                return "no_kv"
+        fill.add(request, tokens, last, group)
+        if request.prefill_start_s < 0:
+            request.prefill_start_s = self.env.now
+        if last:
+            self._partials.pop(request.id, None)
+            request.status = "transfer"
+            request.group = group
+        else:
+            self._partials[request.id] = request
+            request.status = "prefill"
+        return "accepted"
+
+    # KV of a request
+
+    def _start(self, request: Request) -> bool:
+        if not self.kv.start(request):
+            return False
+        self._holders[request.id] = request
+        heappush(self._ages, (request.arrival_s, request.id))
+        return True
+
+    def _cancel(self, request: Request) -> None:
+        self.kv.copies.cancel(request)
+        del self._holders[request.id]
+
+    def _extend(self, request: Request, tokens: int) -> bool:
+        """Room for `tokens` of a prompt; the oldest holder makes room."""
+        while not self.kv.copies.extend(request, tokens):
+            if not self._is_oldest(request):
+                return False
+            short = min(range(len(self.kv.pools)), key=lambda group: self.kv.pools[group].available)
+            victim = self._victim(short)
+            if victim is None:
+                return False
+            self._preempt(victim)
+        return True
+
+    def _place(self, request: Request) -> int:
+        """Reserve the decode's blocks; the oldest holder makes room, others wait."""
+        units = self.kv.copies.units(request.target_tokens + 1)
+        need = units * self.kv.units_per_block
+        if isinstance(self.kv, InPlaceKv):
+            need = units - self.kv.copies.held_by(request)
+        while True:
+            group = self._placement.choose(self._group_loads(), need)
+            if group >= 0 and self.kv.place(request, group):
+                return group
+            if not self._is_oldest(request):
+                return -1
+            victim = self._victim_anywhere(request)
+            if victim is None:
+                return -1
+            self._preempt(victim)
+
+    def _group_loads(self) -> list[GroupLoad]:
+        return [
+            GroupLoad(batch.group, batch.context_tokens, pool.held, pool.available, pool.capacity)
+            for batch, pool in zip(self.loop.batches, self.kv.pools, strict=True)
+        ]
+
+    def _is_oldest(self, request: Request) -> bool:
+        ages = self._ages
+        while ages[0][1] not in self._holders:
+            heappop(ages)
+        return ages[0] == (request.arrival_s, request.id)
+
+    def _victim(self, group: int) -> Request | None:
+        """The latest-arrived holder of KV in a group that is neither the oldest holder nor in transfer."""
+        held = [*self.loop.batches[group].members.values(), *self._partials.values()]
+        able = [request for request in held if not self._is_oldest(request)]
+        return max(able, key=lambda request: (request.arrival_s, request.id), default=None)
+
+    def _victim_anywhere(self, request: Request) -> Request | None:
+        """A victim in the group with the most room already, so that the fewest are preempted."""
+        groups = sorted(self._group_loads(), key=lambda load: (-load.available_units, load.group))
+        for load in groups:
+            victim = self._victim(load.group)
+            if victim is not None and victim is not request:
+                return victim
+        return None
+
+    def _preempt(self, request: Request) -> None:
+        """Give up its KV and return it ahead of the queue, to recompute prompt and emitted tokens."""
+        if request.status == "decode":
+            tokens = self.loop.leave(request)
+            self.kv.release(request, request.group, tokens)
+        else:
+            self._partials.pop(request.id, None)
+            self._queue.remove(request)
+            if request in self._aside:
+                self._aside.remove(request)
+            self.kv.release(request, -1, 0)
+        del self._holders[request.id]
+        request.status = "queued"
+        request.prefilled = 0
+        request.group = -1
+        request.target_tokens = request.prompt_tokens + request.emitted
+        request.preemptions += 1
+        self.ledger.preemptions += 1
+        self._released.append(request.id)
+        self._queue.push(request)
+
+    # Applying an iteration
+
+    def _apply(self, plan: IterationPlan, timing: IterationTiming, start_s: float) -> None:
+        for request in self.loop.step(self.env.now):
+            self._finish(request)
+        for chunk in plan.prefill:
+            request = chunk.request
+            request.prefilled += chunk.tokens
+            self.kv.copies.written(request)
+            if not chunk.last:
+                self._queue.push(request)
+                continue
+            self.ledger.emit(request, self.env.now)
+            if chunk.group < 0:
+                self._end(request, -1, 0)
+            elif timing.transfer_s > timing.duration_s:
+                self._in_transfer += 1
+                self.env.process(self._transfer(request, timing.transfer_s - timing.duration_s))
+            else:
+                self._land(request)
+
+    def _transfer(self, request: Request, wait_s: float) -> Generator[simpy.Event, Any, None]:
+        """What of a KV transfer outlasts the last chunk's iteration."""
+        yield self.env.timeout(wait_s)
+        self._in_transfer -= 1
+        self._land(request)
+        self._rouse()
+
+    def _land(self, request: Request) -> None:
+        self.kv.settle(request)
+        request.status = "landed"
+        self._landed.append(request)
+
+    def _finish(self, request: Request) -> None:
+        self._end(request, request.group, self.loop.leave(request))
+
+    def _end(self, request: Request, group: int, tokens: int) -> None:
+        self.kv.release(request, group, tokens)
+        del self._holders[request.id]
+        self._released.append(request.id)
+        self.complete(request, self.env.now)
+
+    # Recording
+
+    def _used_blocks(self) -> int:
+        return sum(pool.held for pool in self.kv.pools) // self.kv.units_per_block
+
+    def _record(self, start_s: float, plan: IterationPlan, load: DecodeLoad, timing: IterationTiming) -> None:
+        context = sum(batch.context_tokens for batch in plan.decode)
+        shards = tuple(map(sum, zip(*(chunk.shards for chunk in plan.prefill), strict=True))) or (0,) * len(load.counts)
+        self._track.iteration(
+            start_s, self.env.now, timing, shards, load.counts, len(self._queue), self._used_blocks(), context
+        )

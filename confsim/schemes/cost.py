@@ -1,0 +1,205 @@
+"""What a co-batched iteration costs: the latency model's terms put together by a scheme's attention stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from confsim.latency.base import LatencyModel
+from confsim.model_backend import Noise
+from confsim.plan import DecodeBatch, IterationPlan, IterationTiming
+
+# A path is slowed in full once the other one takes at least this share of it; below that its slowdown fades, so
+# that the stage is continuous where a path becomes empty.
+FULL_SLOWDOWN_SHARE = 0.1
+
+
+class DecodeLoad(NamedTuple):
+    """The decodes of an iteration, fixed while its prefill is planned."""
+
+    counts: tuple[int, ...]  # decode tokens stacked on each group
+    peak: int
+    total: int
+    attention_s: float
+
+
+class Stage(NamedTuple):
+    """Seconds of the attention stage, and whether overlap made it slower than running the paths in turn."""
+
+    seconds: float
+    slower: bool
+
+
+def in_turn(communication_s: float, prefill_s: float, decode_s: float, latency: LatencyModel) -> Stage:
+    """One path after the other."""
+    return Stage(communication_s + prefill_s + decode_s, False)
+
+
+def overlapped(communication_s: float, prefill_s: float, decode_s: float, latency: LatencyModel) -> Stage:
+    """max(comm + g_p * prefill, g_d * decode), the paper's stage; communication needs few SMs and is not slowed."""
+    prefill_path_s = communication_s + prefill_s
+    if prefill_path_s == 0.0 or decode_s == 0.0:
+        return Stage(prefill_path_s + decode_s, False)
+    slowed_prefill_s = min(prefill_s, decode_s / FULL_SLOWDOWN_SHARE) * (latency.prefill_slowdown - 1)
+    slowed_decode_s = min(decode_s, prefill_path_s / FULL_SLOWDOWN_SHARE) * (latency.decode_slowdown - 1)
+    stage_s = max(prefill_path_s + slowed_prefill_s, decode_s + slowed_decode_s)
+    return Stage(stage_s, stage_s > prefill_path_s + decode_s)
+
+
+AttentionStage = Callable[[float, float, float, LatencyModel], Stage]
+
+
+@dataclass(slots=True)
+class CoBatchCost:
+    """Times of iterations in which prefill shards and decodes of `sp` groups share their linear layers.
+
+    `spread` is set where decodes are spread over the groups like prefill: the latency model of all GPUs as one head
+    split, which gives their attention. `co_batch` false runs the linear layers of the two phases one after the other.
+    """
+
+    latency: LatencyModel
+    stage: AttentionStage
+    co_batch: bool = True
+    async_schedule: bool = True
+    spread: LatencyModel | None = None
+    slower_overlaps: int = 0  # iterations in which overlap was slower than running the paths in turn
+
+    def load(self, batches: Sequence[DecodeBatch]) -> DecodeLoad:
+        """The decode side of the next iteration."""
+        if self.spread is not None:
+            batch = batches[0]
+            share, rest = divmod(batch.count, self.latency.sp)
+            counts = tuple(share + (group < rest) for group in range(self.latency.sp))
+            exchange_s = self.latency.all_to_all_s(counts[0])
+            attention_s = self.spread.decode_attention_s(batch.count, batch.context_tokens)
+            return DecodeLoad(counts, counts[0], batch.count, exchange_s + attention_s)
+        counts = tuple([batch.count for batch in batches])
+        attention_s = 0.0
+        for batch in batches:
+            if batch.count:
+                seconds = self.latency.decode_attention_s(batch.count, batch.context_tokens)
+                if seconds > attention_s:
+                    attention_s = seconds
+        return DecodeLoad(counts, max(counts), sum(counts), attention_s)
+
+    def linear_s(self, load: DecodeLoad, stacked: int, shard: int) -> float:
+        """Linear layers of the fullest group."""
+        if self.co_batch:
+            return self.latency.linear_s(stacked)
+        return self.latency.linear_s(shard) + self.latency.linear_s(load.peak)
+
+    def duration_s(
+        self, load: DecodeLoad, stacked: int, shard: int, attention_s: float, firsts: int, chunks: int
+    ) -> float:
+        """Predicted seconds of an iteration with `chunks` prefill chunks, `firsts` of them the last of their prompt."""
+        latency = self.latency
+        stage = self.stage(latency.all_to_all_s(shard), attention_s, load.attention_s, latency)
+        gpu_s = self.linear_s(load, stacked, shard) + stage.seconds + latency.head_s(load.peak + firsts)
+        return gpu_s + self.exposed_s(load.total + chunks, gpu_s)
+
+    def exposed_s(self, sequences: int, gpu_s: float) -> float:
+        """Host time that the GPU does not hide."""
+        overhead_s = self.latency.overhead_s(sequences)
+        return max(0.0, overhead_s - gpu_s) if self.async_schedule else overhead_s
+
+    def timing(self, plan: IterationPlan) -> IterationTiming:
+        """Every term of a plan's iteration."""
+        latency = self.latency
+        load = self.load(plan.decode)
+        shards = [0] * latency.sp
+        attention_s = 0.0
+        arriving: dict[int, int] = {}  # group -> tokens of KV on their way to it
+        firsts = 0
+        for chunk in plan.prefill:
+            attention_s += latency.prefill_attention_s(chunk.tokens, chunk.start)
+            for group, tokens in enumerate(chunk.shards):
+                shards[group] += tokens
+            firsts += chunk.last
+            if chunk.last and chunk.group >= 0:
+                arriving[chunk.group] = arriving.get(chunk.group, 0) + chunk.start + chunk.tokens
+        stacked = max([prefill + decode for prefill, decode in zip(shards, load.counts, strict=True)])
+        shard = max(shards)
+        communication_s = latency.all_to_all_s(shard)
+        stage = self.stage(communication_s, attention_s, load.attention_s, latency)
+        self.slower_overlaps += stage.slower
+        linear_s = self.linear_s(load, stacked, shard)
+        head_s = latency.head_s(load.peak + firsts)
+        gpu_s = linear_s + stage.seconds + head_s
+        overhead_s = self.exposed_s(load.total + len(plan.prefill), gpu_s)
+        transfer_s = max((latency.kv_transfer_s(tokens) for tokens in arriving.values()), default=0.0)
+        duration_s = gpu_s + overhead_s
+        return IterationTiming(
+            duration_s,
+            linear_s,
+            attention_s,
+            load.attention_s,
+            communication_s,
+            head_s,
+            overhead_s,
+            transfer_s,
+            duration_s,
+        )
+
+    def decode_run(
+        self, batches: Sequence[DecodeBatch], load: DecodeLoad, start_s: float, until_s: float, steps: int, noise: Noise
+    ) -> list[float]:
+        """End times of up to `steps` decode-only iterations: the last one starts before `until_s`, or is the first.
+
+        The decodes stay the same meanwhile, so each group's attention is a line in its context, cut where the latency
+        model bends.
+        """
+        base_s = self.linear_s(load, load.peak, 0) + self.latency.head_s(load.peak)
+        overhead_s = self.latency.overhead_s(load.total)
+        hidden = self.async_schedule
+        draw = noise.factor if noise.std else None
+        runs = [_Run(*self._attention_line(batch)) for batch in batches if batch.count]
+        ends: list[float] = []
+        now_s = start_s
+        while True:
+            attention_s = 0.0
+            for run in runs:
+                if run.value_s > attention_s:
+                    attention_s = run.value_s
+            seconds = base_s + attention_s
+            if hidden:
+                if seconds < overhead_s:
+                    seconds = overhead_s
+            else:
+                seconds += overhead_s
+            now_s += seconds if draw is None else seconds * draw()
+            ends.append(now_s)
+            if len(ends) == steps or now_s >= until_s:
+                return ends
+            for run in runs:
+                run.value_s += run.step_s
+                run.steps -= 1
+                if run.steps < 0:
+                    run.bend(len(ends))
+
+    def _attention_line(self, batch: DecodeBatch) -> tuple[LatencyModel, float, int, int]:
+        if self.spread is None:
+            return self.latency, 0.0, batch.count, batch.context_tokens
+        exchange_s = self.latency.all_to_all_s(-(-batch.count // self.latency.sp))
+        return self.spread, exchange_s, batch.count, batch.context_tokens
+
+
+class _Run:
+    """Decode attention of one group while it steps: a value that grows by `step_s`, exact for `steps` more steps."""
+
+    __slots__ = ("_context", "_count", "_latency", "_offset_s", "step_s", "steps", "value_s")
+
+    def __init__(self, latency: LatencyModel, offset_s: float, count: int, context_tokens: int) -> None:
+        self._latency = latency
+        self._offset_s = offset_s
+        self._count = count
+        self._context = context_tokens
+        self.bend(0)
+
+    def bend(self, done: int) -> None:
+        """Follow the line from the context after `done` steps."""
+        context = self._context + done * self._count
+        value_s, slope_s, valid = self._latency.decode_attention_line(self._count, context)
+        self.value_s = self._offset_s + value_s
+        self.step_s = slope_s * self._count
+        self.steps = int((valid - context) // self._count) if valid != float("inf") else 1 << 60
