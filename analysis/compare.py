@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,9 +15,18 @@ from analysis.pool import Pool
 from analysis.runner import FullRun, Job, ZeroLoad
 from confsim.errors import InputError
 from confsim.provenance import provenance
+from confsim.result import write_json
 
 STATISTICS = ("ttft_s", "gap_s", "max_gap_s", "tpot_s", "e2e_s")
-DESCRIPTION = ("label", "model", "gpu", "cluster", "slo", "policy")  # of a summary, the same for every scheme
+DESCRIPTION = (
+    "label",
+    "synthetic",
+    "model",
+    "gpu",
+    "cluster",
+    "slo",
+    "policy",
+)  # of a summary, the same for every scheme
 FILE = "goodput.json"
 
 
@@ -85,6 +92,7 @@ def compare(cfg: DictConfig, folder: Path, listener: Listener | None = None) -> 
         for (state, task), outcome in pool.outcomes():
             _take(state, task, outcome, pool, folder, listener)
     result = _content(cfg, states, settings)
+    folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / FILE, result)
     return result
 
@@ -231,11 +239,3 @@ def _warnings(state: _State, settings: SearchSettings, target: float, summary: d
             f"below the target of {target:.0%}, although the probe passed"
         )
     return found + [line for line in summary.get("warnings", []) if line not in found]
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write strict JSON in one step: readers see the old file or the new one, never half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    partial.replace(path)

@@ -219,6 +219,8 @@ def run(row: Subcommand, words: list[str]) -> int:
         if failures.started and sweep:
             return _report_failures(row, failures, error)
         return _report_error(row, arguments, error, bool(failures.started))
+    if failures.jobs:
+        return _report_error(row, arguments, failures.jobs[0][1], True)
     return 0
 
 
@@ -300,10 +302,10 @@ def _run_job(row: Subcommand, cfg: Any, sweep: bool, failures: Failures) -> None
         check(cfg, overrides, row.name)
         load(row.target)(cfg)
     except Exception as error:
-        if sweep:
-            failures.jobs.append((" ".join(overrides), error))
+        failures.jobs.append((" ".join(overrides), error))
+        if sweep:  # Hydra runs the others and raises at the end; of a single run it would print a line of its own
             _keep_traceback(Path(HydraConfig.get().runtime.output_dir), error)
-        raise
+            raise
 
 
 def load(target: str) -> Callable[[Any], None]:

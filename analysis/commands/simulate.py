@@ -100,15 +100,7 @@ def _requests(summary: dict[str, Any]) -> str:
     reasons = summary.get("rejected_by") or {}
     if reasons:
         text += " (rejected: " + ", ".join(f"{reason} {count:,}" for reason, count in reasons.items()) + ")"
-    dropped = trace_remarks(summary)
-    return text + (f"; trace: {dropped}" if dropped else "")
-
-
-def trace_remarks(summary: dict[str, Any]) -> str:
-    """Rows that the reader or the selection left out, by the counts in the trace's provenance."""
-    trace = summary.get("provenance", {}).get("trace", {})
-    named = ("rows_dropped", "dropped", "truncated", "orphans", "sampled")
-    return ", ".join(f"{key.replace('_', ' ')} {trace[key]}" for key in named if trace.get(key))
+    return text
 
 
 def _table(summary: dict[str, Any]) -> Table:
