@@ -1,0 +1,17 @@
+"""Failures of ranks."""
+
+from __future__ import annotations
+
+
+class RankError(RuntimeError):
+    """A rank failed: one line with rank, iteration and cause; `details` holds the rank's traceback if there is one."""
+
+    def __init__(self, message: str, rank: int, cause: str, details: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.cause = cause
+        self.details = details
+
+
+class PeerLostError(RuntimeError):
+    """A collective broke because another rank failed; never the root cause."""

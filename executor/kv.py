@@ -1,0 +1,146 @@
+"""Paged KV memory of one rank.
+
+A *unit* is a page of `page_tokens` tokens for the KV heads that one rank holds of a spread prompt; a decode copy on its
+own group keeps `ways` units a page, so that both kinds share one pool and are counted as the simulator counts them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from confsim.kv import KvConfig
+
+
+class KvExhausted(RuntimeError):
+    """A plan asks for more KV than the pool holds."""
+
+
+class UnitPool:
+    """Pages of keys and values over all layers, each `[layers, pages, page_tokens, heads, head_dim]`."""
+
+    def __init__(
+        self,
+        units: int,
+        page_tokens: int,
+        block_tokens: int,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        layers, heads, head_dim = shape
+        self.page_tokens = page_tokens
+        self.block_tokens = block_tokens
+        self.units = units
+        self.held = 0  # units held, in blocks of `block_tokens`
+        pages = units if page_tokens == block_tokens else _pages_with_slack(units, page_tokens, block_tokens)
+        self.keys = torch.zeros(layers, pages, page_tokens, heads, head_dim, dtype=dtype, device=device)
+        self.values = torch.zeros_like(self.keys)
+        self._free = np.arange(pages - 1, -1, -1, dtype=np.int32)
+        self._top = pages
+
+    def take(self, pages: int, units: int, who: int) -> np.ndarray:
+        """`pages` free pages, counted as `units`, for request `who`.
+
+        Raises:
+            KvExhausted: if the pool has fewer.
+        """
+        if self.held + units > self.units or pages > self._top:
+            raise KvExhausted(
+                f"KV pool is full: request {who} needs {units} more units, "
+                f"{self.units - self.held} of {self.units} are free"
+            )
+        self.held += units
+        self._top -= pages
+        return self._free[self._top : self._top + pages].copy()
+
+    def give(self, pages: np.ndarray, units: int) -> None:
+        """Free pages, counted as `units`."""
+        self._free[self._top : self._top + len(pages)] = pages
+        self._top += len(pages)
+        self.held -= units
+
+    def flat(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer by token slot, `[pages * page_tokens, heads, head_dim]`."""
+        return self.keys[layer].flatten(0, 1), self.values[layer].flatten(0, 1)
+
+
+def _pages_with_slack(units: int, page_tokens: int, block_tokens: int) -> int:
+    # Pages longer than a block leave a partly used page a sequence; room for 256 of them.
+    return -(-units * block_tokens // page_tokens) + 256
+
+
+class PagedStore:
+    """KV of requests in a pool: a row of `ways` page lists for each."""
+
+    def __init__(self, pool: UnitPool, ways: int) -> None:
+        self.pool = pool
+        self.ways = ways
+        self.rows: dict[int, int] = {}
+        self.table = np.zeros((16, ways, 16), dtype=np.int32)
+        self.pages = np.zeros(16, dtype=np.int64)  # per way
+        self.blocks = np.zeros(16, dtype=np.int64)  # per way, counted
+        self._spare = list(range(15, -1, -1))
+
+    def __contains__(self, request: int) -> bool:
+        return request in self.rows
+
+    def reserve(self, request: int, tokens: int) -> int:
+        """Room for `tokens` of a request, in all; its row."""
+        row = self.rows.get(request)
+        if row is None:
+            row = self.rows[request] = self._new_row()
+        pages = -(-tokens // self.pool.page_tokens) - int(self.pages[row])
+        blocks = -(-tokens // self.pool.block_tokens) - int(self.blocks[row])
+        if blocks > 0 or pages > 0:
+            self._extend(request, row, max(0, pages), max(0, blocks))
+        return row
+
+    def grow(self, requests: tuple[int, ...], rows: np.ndarray, tokens: np.ndarray) -> None:
+        """Room for `tokens[i]` of `requests[i]`; only those that start a block cost Python work."""
+        short = np.flatnonzero(-(-tokens // self.pool.block_tokens) > self.blocks[rows])
+        for index in short.tolist():
+            self.reserve(requests[index], int(tokens[index]))
+
+    def release(self, request: int) -> None:
+        """Free what a request holds."""
+        row = self.rows.pop(request)
+        held = self.table[row, :, : self.pages[row]].reshape(-1)
+        self.pool.give(held, int(self.blocks[row]) * self.ways)
+        self.pages[row] = self.blocks[row] = 0
+        self._spare.append(row)
+
+    def slots(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Token slots in the pool, `[n, ways]`, of `positions[i]` in `rows[i]`."""
+        page = self.table[rows, :, positions // self.pool.page_tokens].astype(np.int64)
+        return page * self.pool.page_tokens + (positions % self.pool.page_tokens)[:, None]
+
+    def block_table(self, rows: np.ndarray, tokens: int) -> np.ndarray:
+        """Pages of the first `tokens` of each row, `[n * ways, pages]`."""
+        width = -(-tokens // self.pool.page_tokens)
+        return self.table[rows, :, :width].reshape(len(rows) * self.ways, width)
+
+    def _extend(self, request: int, row: int, pages: int, blocks: int) -> None:
+        start = int(self.pages[row])
+        taken = self.pool.take(pages * self.ways, blocks * self.ways, request)
+        if start + pages > self.table.shape[2]:
+            width = max(2 * self.table.shape[2], start + pages)
+            self.table = np.pad(self.table, ((0, 0), (0, 0), (0, width - self.table.shape[2])))
+        self.table[row, :, start : start + pages] = taken.reshape(self.ways, pages)
+        self.pages[row] = start + pages
+        self.blocks[row] += blocks
+
+    def _new_row(self) -> int:
+        if not self._spare:
+            rows = len(self.pages)
+            self.table = np.pad(self.table, ((0, rows), (0, 0), (0, 0)))
+            self.pages = np.pad(self.pages, (0, rows))
+            self.blocks = np.pad(self.blocks, (0, rows))
+            self._spare = list(range(2 * rows - 1, rows - 1, -1))
+        return self._spare.pop()
+
+
+def pool_units(kv: KvConfig, units_per_block: int) -> int:
+    """Units of a rank's pool: `kv.capacity_tokens` of decode KV, in whole blocks (as the simulator counts)."""
+    assert kv.capacity_tokens is not None
+    return kv.capacity_tokens // kv.block_tokens * units_per_block

@@ -1,0 +1,221 @@
+"""One rank: its model share, its KV, and the execution of iterations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from executor.attention import AttentionKernels, SdpaKernels
+from executor.clock import HostClock, StageClock
+from executor.collectives import Group, Groups
+from executor.config import Sampling
+from executor.exchange import Exchange
+from executor.fork import Fork, ThreadFork, TurnFork
+from executor.kv import UnitPool, pool_units
+from executor.layouts.base import Parts, Runner
+from executor.layouts.mux import MuxRunner
+from executor.layouts.sp import SpRunner
+from executor.layouts.tp import TpRunner
+from executor.layouts.xp import XpRunner
+from executor.ledger import Ledger
+from executor.message import Iteration, RankConfig, Report
+from executor.model import EagerLinear, Linear, Reduce, Transformer
+from executor.place import Place
+from executor.sampling import sample
+from executor.weights import load_weights
+from executor.work import Work
+
+RUNNERS: dict[str, Callable[[Parts], Runner]] = {"xp": XpRunner, "tp": TpRunner, "sp": SpRunner, "mux": MuxRunner}
+
+
+class Rank:
+    """Executes iterations; all ranks of a layout must execute the same ones in the same order."""
+
+    def __init__(self, config: RankConfig, groups: Groups, device: torch.device) -> None:
+        self.config = config
+        self.groups = groups
+        self.device = device
+        self.dtype = getattr(torch, config.device.dtype)
+        self.place = Place.of(config.rank, config.layout, config.model)
+        weights = load_weights(config.model, self.place, self.dtype, device)
+        self.model = Transformer(config.model, self.place, weights, self._reduce(groups.tensor))
+        self.second = Transformer(config.model, self.place, weights, self._reduce(groups.tensor_second))
+        self.kernels = choose_kernels(config)
+        self.pool = self._make_pool()
+        self.ledger = Ledger(self.place, groups, self.pool, config.kv.admission == "prompt")
+        self.clock, self.fork = self._clock_and_fork()
+        self.runner = RUNNERS[config.layout.kind](self._parts())
+
+    @torch.inference_mode()
+    def execute(self, iteration: Iteration) -> Report:
+        """Run one iteration to its end.
+
+        Raises:
+            PlanError, KvExhausted: before anything is computed, on every rank alike.
+        """
+        self.groups.counts.clear()
+        self.clock.start()
+        with self.clock.stage("prepare"):
+            work = self.ledger.prepare(iteration)
+        held = self.pool.held
+        tokens, logits = self._compute(iteration, work)
+        self.ledger.settle(iteration, work, tokens)
+        answers = self._answers(work, tokens)
+        duration, stages, launch = self.clock.stop()
+        launches = launch / self.config.model.num_hidden_layers
+        both = work.prefill is not None and work.decode is not None and self.config.layout.kind in ("xp", "mux")
+        return Report(
+            number=iteration.number,
+            rank=self.config.rank,
+            duration_s=duration,
+            stages=stages,
+            moved=dict(self.groups.counts),
+            tokens=answers,
+            kv_units=held,
+            overlap=self.fork.name if both else "none",
+            overlap_valid=both and self.fork.name != "turn" and self._is_overlap_valid(duration, launch),
+            busy_share=max(0.0, 1.0 - launch / duration) if duration else 0.0,
+            launch_s_per_layer=launches,
+            logits=self._named_logits(work, logits) if iteration.keep_logits else {},
+        )
+
+    def facts(self) -> dict[str, object]:
+        """What results and profiles record about this rank."""
+        return {
+            "device": str(self.device),
+            "dtype": self.config.device.dtype,
+            "attention": self.kernels.name,
+            "attention_version": self.kernels.version,
+            "overlap": self.fork.name,
+            "page_tokens": self.pool.page_tokens,
+            "kv_units": self.pool.units,
+            "torch": torch.__version__,
+        }
+
+    def close(self) -> None:
+        """Release threads and streams."""
+        self.fork.close()
+
+    def _compute(self, iteration: Iteration, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
+        empty = torch.zeros(0, dtype=torch.int64, device=self.device)
+        logits = torch.zeros(0, self.config.model.vocab_size, device=self.device)
+        if work.prefill is not None or work.decode is not None:
+            hidden = self.runner.forward(work)
+            if len(hidden):
+                with self.clock.stage("head"):
+                    logits = self._gather(self.model.logits(hidden))
+                    empty = self._sample(work, logits)
+        if work.handover is not None:
+            with self.clock.stage("transfer"):
+                work.handover.finish()
+        return empty, logits
+
+    def _gather(self, part: torch.Tensor) -> torch.Tensor:
+        if self.config.layout.tp == 1:
+            return part
+        parts = torch.cat(self.groups.tensor.all_gather(part), dim=-1)
+        self.groups.count("head_gather", parts)
+        return parts[:, : self.config.model.vocab_size]
+
+    def _sample(self, work: Work, logits: torch.Tensor) -> torch.Tensor:
+        requests = [chunk.request for chunk in work.finished]
+        ends = torch.tensor([chunk.end for chunk in work.finished], dtype=torch.int64, device=self.device)
+        if work.decode is not None:
+            requests += work.decode.members
+            ends = torch.cat((ends, work.decode.positions + 1))
+        settings: list[Sampling] = [self.ledger.entries[request].sampling for request in requests]
+        return sample(logits, settings, requests, ends)
+
+    def _answers(self, work: Work, tokens: torch.Tensor) -> dict[int, int]:
+        """Tokens that this rank reports: one rank of a TP group speaks for all."""
+        values = tokens.tolist()  # waits for the device
+        if self.place.position:
+            return {}
+        requests = [chunk.request for chunk in work.finished]
+        requests += [] if work.decode is None else list(work.decode.members)
+        return dict(zip(requests, values, strict=True))
+
+    def _named_logits(self, work: Work, logits: torch.Tensor) -> dict[int, np.ndarray]:
+        if self.place.position:
+            return {}
+        requests = [chunk.request for chunk in work.finished]
+        requests += [] if work.decode is None else list(work.decode.members)
+        return dict(zip(requests, logits.float().cpu().numpy(), strict=True))
+
+    def _reduce(self, group: Group) -> Reduce | None:
+        if self.config.layout.tp == 1:
+            return None
+
+        def reduce(data: torch.Tensor) -> None:
+            self.groups.count("all_reduce", data)
+            group.all_reduce(data)
+
+        return reduce
+
+    def _make_pool(self) -> UnitPool:
+        config = self.config
+        heads = self.place.shared.kv_heads if config.layout.groups > 1 else self.place.local.kv_heads
+        return UnitPool(
+            pool_units(config.kv, config.layout.units_per_block(config.model)),
+            config.device.page_tokens or page_tokens(config),
+            config.kv.block_tokens,
+            (config.model.num_hidden_layers, heads, config.model.head_dim),
+            self.dtype,
+            self.device,
+        )
+
+    def _clock_and_fork(self) -> tuple[StageClock, Fork]:
+        settings = self.config.device
+        if settings.kind == "cuda":
+            from executor.cuda.streams import make_clock_and_fork
+
+            return make_clock_and_fork(settings, self.device)
+        return HostClock(), ThreadFork() if settings.overlap == "threads" else TurnFork()
+
+    def _linear(self, model: Transformer) -> Linear:
+        settings = self.config.device
+        if settings.kind == "cuda" and settings.graphs:
+            from executor.cuda.graphs import graphed_linear
+
+            return graphed_linear(model, settings.graph_tokens, self.device)
+        return EagerLinear(model)
+
+    def _parts(self) -> Parts:
+        is_mux = self.config.layout.kind == "mux"
+        linear = self._linear(self.model)
+        return Parts(
+            place=self.place,
+            groups=self.groups,
+            pool=self.pool,
+            kernels=self.kernels,
+            clock=self.clock,
+            fork=self.fork,
+            exchange=Exchange(self.place, self.groups),
+            linear=linear,
+            second=self._linear(self.second) if is_mux else linear,
+            layers=self.config.model.num_hidden_layers,
+        )
+
+    def _is_overlap_valid(self, duration: float, launch: float) -> bool:
+        """Two streams only overlap if the host launches faster than the device works."""
+        return self.device.type != "cuda" or launch < 0.9 * duration
+
+
+def choose_kernels(config: RankConfig) -> AttentionKernels:
+    """Attention kernels of a rank: as asked, or the best that is installed."""
+    if config.device.kind == "cpu" or config.device.attention == "sdpa":
+        return SdpaKernels()
+    from executor.cuda.flash import choose
+
+    return choose(config.device)
+
+
+def page_tokens(config: RankConfig) -> int:
+    """Tokens of a page where none are asked for: the kernels' own unit, at least a block."""
+    if config.device.kind == "cpu" or config.device.attention == "sdpa":
+        return config.kv.block_tokens
+    from executor.cuda.flash import default_page_tokens
+
+    return default_page_tokens(config.device, config.kv.block_tokens)

@@ -1,0 +1,102 @@
+"""The loop of a rank: messages in, reports out, one failure at most."""
+
+from __future__ import annotations
+
+import signal
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from executor.collectives import Groups, Solo, torch_groups
+from executor.config import Device
+from executor.errors import PeerLostError
+from executor.message import Failure, Iteration, RankConfig, Ready, Report
+from executor.rank import Rank
+
+
+class Channel(Protocol):
+    """A rank's side of its line to the driver."""
+
+    def receive(self) -> Iteration | None:
+        """The next iteration; None: the end."""
+
+    def send(self, message: Ready | Report | Failure) -> None:
+        """Answer."""
+
+
+def serve(channel: Channel, config: RankConfig, connect: Callable[[], Groups], device: torch.device) -> bool:
+    """Run a rank until the driver ends it; False if it failed (the driver has been told why)."""
+    number = -1
+    try:
+        rank = Rank(config, connect(), device)
+        channel.send(Ready(config.rank, rank.facts()))
+        while (message := channel.receive()) is not None:
+            number = message.number
+            channel.send(rank.execute(message))
+        rank.close()
+    except EOFError:
+        return True  # the driver is gone
+    except Exception as error:
+        channel.send(failure(config.rank, number, error))
+        return False
+    return True
+
+
+def failure(rank: int, number: int, error: BaseException) -> Failure:
+    """What the driver is told about an error."""
+    text = (str(error).strip().splitlines() or [""])[0]
+    cause = f"{type(error).__name__}: {text}"
+    if is_out_of_memory(error):
+        cause = f"out of memory ({cause})"
+    return Failure(rank, number, cause, "".join(traceback.format_exception(error)), is_lost_peer(error))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, on whatever device."""
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an error only says that another rank is gone."""
+    if isinstance(error, (PeerLostError, dist.DistBackendError, dist.DistNetworkError)):
+        return True
+    words = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Socket closed")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+
+
+def process_device(settings: Device, local_rank: int) -> torch.device:
+    """Device of a rank that is a process; sets it up."""
+    if settings.kind == "cpu":
+        torch.set_num_threads(settings.torch_threads)
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % max(1, torch.cuda.device_count()))
+    torch.cuda.set_device(device)
+    return device
+
+
+def connect_processes(config: RankConfig) -> Groups:
+    """Join the ranks that share `config.store` and make their communicators."""
+    layout, timeout = config.layout, config.device.collective_timeout_s
+    if layout.ranks == 1:
+        return Groups(Solo(), Solo(), Solo(), Solo())
+    dist.init_process_group(
+        "gloo" if config.device.kind == "cpu" else "cpu:gloo,cuda:nccl",
+        init_method=f"file://{config.store}",
+        rank=config.rank,
+        world_size=layout.ranks,
+        timeout=timedelta(seconds=timeout),
+    )
+    return torch_groups(layout, config.rank, timeout)
+
+
+def name_signal(code: int) -> str:
+    """Name of the signal behind a negative exit code."""
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"

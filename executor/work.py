@@ -1,0 +1,69 @@
+"""What one rank does in one iteration: rows of tokens, where their KV goes, and what is sampled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from executor.attention import DecodeBatch, PrefillBatch
+from executor.exchange import Shards
+from executor.handover import Handover
+from executor.message import Chunk
+
+
+@dataclass(frozen=True)
+class PrefillRows:
+    """This group's shard of the chunks, `ids` and `positions` `[rows]`, and the chunks as a whole.
+
+    `slots` are the pool slots of all chunk tokens, in chunk order, on this rank.
+    """
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    batch: PrefillBatch
+    shards: Shards
+
+
+@dataclass(frozen=True)
+class DecodeRows:
+    """Decoding requests whose rows this group computes, and those whose KV this rank reads (`slots`, `batch`).
+
+    The two differ where decodes are spread over the groups too (`shards` says how).
+    """
+
+    members: tuple[int, ...]
+    rows: np.ndarray  # of the members in the decode store
+    ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    batch: DecodeBatch
+    shards: Shards | None
+
+
+@dataclass(frozen=True)
+class Work:
+    """One iteration of one rank; `finished` are the last chunks whose token this group samples."""
+
+    prefill: PrefillRows | None
+    decode: DecodeRows | None
+    finished: tuple[Chunk, ...]
+    logit_rows: torch.Tensor  # of the stack prefill | decode
+    handover: Handover | None
+
+    @property
+    def prefill_rows(self) -> int:
+        """Prompt tokens that this group computes."""
+        return 0 if self.prefill is None else len(self.prefill.ids)
+
+    @property
+    def decode_rows(self) -> int:
+        """Decode tokens that this group computes."""
+        return 0 if self.decode is None else len(self.decode.ids)
+
+    def stack(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids and positions of all rows: prefill, then decode."""
+        parts = [rows for rows in (self.prefill, self.decode) if rows is not None]
+        return torch.cat([rows.ids for rows in parts]), torch.cat([rows.positions for rows in parts])
