@@ -1,0 +1,27 @@
+"""confsim: trace-driven simulation of LLM serving.
+
+    cfg = confsim.compose(["scheme=conflux", "rate=3"])
+    result = confsim.simulate(cfg)
+    result.requests.to_pandas()
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from confsim.api import Result as Result
+    from confsim.api import build as build
+    from confsim.api import compose as compose
+    from confsim.api import load_trace as load_trace
+    from confsim.api import simulate as simulate
+
+__all__ = ["Result", "build", "compose", "load_trace", "simulate"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load the library on first use, so that importing a part of it stays quick."""
+    if name in __all__:
+        return getattr(importlib.import_module("confsim.api"), name)
+    raise AttributeError(f"module 'confsim' has no attribute {name!r}")

@@ -76,7 +76,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class KvReport:
-    """KV of a scheme's groups, as results state it: `groups` pools of `gpus_a_group` GPUs, each of `capacity_tokens`."""
+    """KV of a scheme as results state it: `groups` pools of `gpus_a_group` GPUs, each of `capacity_tokens`."""
 
     groups: int
     gpus_a_group: int
