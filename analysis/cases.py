@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from confsim.compose import compose, did_you_mean, options, unknown_choice
+from confsim.configuration import compose, did_you_mean, options, unknown_choice
 from confsim.errors import InputError
 
 TUNED = "tuned"
@@ -124,13 +124,11 @@ def _case(name: str, base: DictConfig, shared: dict[str, Any], own: dict[str, An
 def _candidates(name: str, base: DictConfig) -> list[dict[str, Any]]:
     """Every combination of the values that are searched; [{}] where nothing is."""
     axes: dict[str, Sequence[Any]] = {}
-    tunable = _tunable(base)
-    for key, value in _leaves(OmegaConf.to_container(base.scheme)).items():  # type: ignore[arg-type]
-        if value != TUNED:
-            continue
+    wanted = [key for key, value in _leaves(OmegaConf.to_container(base.scheme)).items() if value == TUNED]  # type: ignore[arg-type]
+    tunable = _tunable(base) if wanted else {}
+    for key in wanted:
         if key not in tunable:
-            known = ", ".join(tunable) or "nothing"
-            raise InputError(f"scheme.{key}=tuned: {name} can tune {known}")
+            raise InputError(f"scheme.{key}=tuned: {name} can tune {', '.join(tunable) or 'nothing'}")
         axes[f"scheme.{key}"] = tunable[key]
     if base.slo.get("margin") == TUNED:
         axes["slo.margin"] = MARGINS
@@ -138,10 +136,10 @@ def _candidates(name: str, base: DictConfig) -> list[dict[str, Any]]:
 
 
 def _tunable(base: DictConfig) -> dict[str, list[Any]]:
-    """What the scheme's class declares: keys of its configuration, each with the values worth trying."""
-    from hydra.utils import get_class
+    """What the scheme declares: keys of its configuration, each with the values worth trying."""
+    from hydra.utils import instantiate
 
-    declare = getattr(get_class(base.scheme["_target_"]), "tunable", None)
+    declare = getattr(instantiate(base.scheme, _convert_="all"), "tunable", None)
     return dict(declare()) if declare else {}
 
 

@@ -131,6 +131,6 @@ def _config(case: dict[str, Any]) -> Any:
 def _poisson() -> Any:
     from omegaconf import OmegaConf
 
-    from confsim.compose import compose
+    from confsim.configuration import compose
 
     return OmegaConf.to_container(compose(["arrivals=poisson"]).arrivals, resolve=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from confsim.compose import compose as compose
-from confsim.compose import explain
+from confsim.configuration import compose as compose
+from confsim.configuration import explain
 from confsim.engine import Simulation, Window
 from confsim.errors import InputError
 from confsim.result import Result

@@ -88,7 +88,7 @@ SUBCOMMANDS = (
 class Failures:
     """Jobs of one invocation that failed: their overrides and what was raised."""
 
-    jobs: list[tuple[str, BaseException]] = field(default_factory=list)
+    jobs: list[tuple[str, Exception]] = field(default_factory=list)
     started: int = 0
 
 
@@ -116,7 +116,7 @@ def _dispatch(words: list[str]) -> int:
         return 0
     row = table.get(words[0])
     if row is None:
-        from confsim.compose import did_you_mean
+        from confsim.configuration import did_you_mean
 
         hint = did_you_mean(words[0], list(table))
         return _complain(f"confsim: no subcommand '{words[0]}'{hint}; use one of {', '.join(table)}", USER_ERROR)
@@ -154,7 +154,7 @@ def _overview() -> str:
 
 
 def _manual(row: Subcommand, words: Sequence[str]) -> str:
-    from confsim.compose import groups, options
+    from confsim.configuration import groups, options
 
     wanted = [word for word in words if word in groups()]
     if wanted:
@@ -196,7 +196,7 @@ def _base_groups() -> list[str]:
 
 
 def _group_manual(group: str) -> str:
-    from confsim.compose import options
+    from confsim.configuration import options
 
     parts = []
     for name in options(group):
@@ -226,7 +226,7 @@ def run(row: Subcommand, words: list[str]) -> int:
 
 def _report_error(row: Subcommand, arguments: list[str], error: Exception, started: bool) -> int:
     """One line for a mistake of the user's; the traceback for a defect, or where HYDRA_FULL_ERROR=1 asks for it."""
-    from confsim.compose import config_errors, explain, input_error
+    from confsim.configuration import config_errors, explain, input_error
 
     mistake = input_error(error) is not None or isinstance(error, config_errors()) or not started
     if not mistake or os.environ.get("HYDRA_FULL_ERROR") == "1":
@@ -237,7 +237,7 @@ def _report_error(row: Subcommand, arguments: list[str], error: Exception, start
 
 
 def _rewritten(words: list[str], row: Subcommand, sweep: bool) -> list[str]:
-    from confsim.compose import rewrite
+    from confsim.configuration import rewrite
 
     return rewrite(words, row.name, sweep)
 
@@ -292,7 +292,7 @@ def _patched(words: list[str], row: Subcommand) -> Iterator[None]:
 def _run_job(row: Subcommand, cfg: Any, sweep: bool, failures: Failures) -> None:
     from hydra.core.hydra_config import HydraConfig
 
-    from confsim.compose import check
+    from confsim.configuration import check
 
     overrides = list(HydraConfig.get().overrides.task)
     failures.started += 1
@@ -315,14 +315,14 @@ def load(target: str) -> Callable[[Any], None]:
     return function
 
 
-def _keep_traceback(folder: Path, error: BaseException) -> None:
+def _keep_traceback(folder: Path, error: Exception) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "error.txt").write_text("".join(traceback.format_exception(error)), encoding="utf-8")
 
 
 def _report_failures(row: Subcommand, failures: Failures, error: Exception) -> int:
     """Name the jobs of a sweep that failed; their tracebacks are in their folders."""
-    from confsim.compose import input_error, one_line
+    from confsim.configuration import input_error, one_line
 
     jobs = failures.jobs or [("", error)]
     print(f"confsim {row.name}: {len(jobs)} of {failures.started} runs failed", file=sys.stderr)
