@@ -66,7 +66,7 @@ def _scheme_names(cfg: DictConfig) -> list[str]:
         raise InputError(f"schemes=[]: name at least one of {', '.join(options('scheme'))}")
     for name in names:
         if name not in options("scheme"):
-            raise InputError(unknown_choice("scheme", name).replace("scheme=", "schemes: ", 1))
+            raise InputError(unknown_choice("scheme", name).replace(f"scheme={name}", f"schemes=[{name}]", 1))
     if len(set(names)) != len(names):
         raise InputError(f"schemes={names}: each scheme once")
     return names

@@ -19,7 +19,6 @@ from confsim.result import write_json
 
 STATISTICS = ("ttft_s", "gap_s", "max_gap_s", "tpot_s", "e2e_s")
 DESCRIPTION = (
-    "label",
     "synthetic",
     "model",
     "gpu",
@@ -177,12 +176,20 @@ def _content(cfg: DictConfig, states: Sequence[_State], settings: SearchSettings
     own |= {key: shared[key] for key in ("profile_hash", "trace") if key in shared}
     return {
         "kind": "goodput",
+        "label": _label(summaries[0]),
         **{key: summaries[0].get(key) for key in DESCRIPTION},
         "target": float(cfg.slo.attainment),
         "tolerance": settings.tolerance,
         "schemes": {state.case.name: _scheme(state, settings, float(cfg.slo.attainment)) for state in states},
         "provenance": own,
     }
+
+
+def _label(summary: dict[str, Any]) -> str:
+    """Trace and arrival mode, without the rate of the run that the summary is of."""
+    origin = summary["provenance"]
+    trace = origin["trace"].get("label") or origin["trace"].get("name") or "trace"
+    return f"{trace}, arrivals {origin['arrivals'].get('mode', 'unknown')}"
 
 
 def _summary(state: _State) -> dict[str, Any]:
@@ -238,4 +245,5 @@ def _warnings(state: _State, settings: SearchSettings, target: float, summary: d
             f"the full run at the goodput attains {state.full.probe.attainment_low:.2%}, "
             f"below the target of {target:.0%}, although the probe passed"
         )
-    return found + [line for line in summary.get("warnings", []) if line not in found]
+    own_label = str(summary.get("label"))  # "the trace is synthetic" is said once, in the label of the whole search
+    return found + [line for line in summary.get("warnings", []) if own_label not in line]

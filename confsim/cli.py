@@ -74,6 +74,13 @@ SUBCOMMANDS = (
         folder=False,
     ),
     Subcommand(
+        "fit",
+        "fit a latency profile to kernel measurements",
+        "confsim fit source=aiconfigurator model=qwen3_14b gpu=h100_sxm",
+        "confsim.latency.fit.command:command",
+        folder=False,
+    ),
+    Subcommand(
         "list",
         "show models, GPUs, schemes, policies, traces and latency profiles",
         "confsim list scheme policy",
@@ -86,10 +93,11 @@ SUBCOMMANDS = (
 
 @dataclass
 class Failures:
-    """Jobs of one invocation that failed: their overrides and what was raised."""
+    """Jobs of one invocation that failed: their overrides and what was raised, or the exit code they returned."""
 
     jobs: list[tuple[str, Exception]] = field(default_factory=list)
     started: int = 0
+    code: int = 0  # the highest exit code that a job returned
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -221,7 +229,7 @@ def run(row: Subcommand, words: list[str]) -> int:
         return _report_error(row, arguments, error, bool(failures.started))
     if failures.jobs:
         return _report_error(row, arguments, failures.jobs[0][1], True)
-    return 0
+    return failures.code
 
 
 def _report_error(row: Subcommand, arguments: list[str], error: Exception, started: bool) -> int:
@@ -300,7 +308,7 @@ def _run_job(row: Subcommand, cfg: Any, sweep: bool, failures: Failures) -> None
         print(f"[{HydraConfig.get().job.num}] {' '.join(overrides)}", flush=True)
     try:
         check(cfg, overrides, row.name)
-        load(row.target)(cfg)
+        failures.code = max(failures.code, load(row.target)(cfg) or 0)
     except Exception as error:
         failures.jobs.append((" ".join(overrides), error))
         if sweep:  # Hydra runs the others and raises at the end; of a single run it would print a line of its own
@@ -308,10 +316,10 @@ def _run_job(row: Subcommand, cfg: Any, sweep: bool, failures: Failures) -> None
             raise
 
 
-def load(target: str) -> Callable[[Any], None]:
-    """The function that `module:function` names."""
+def load(target: str) -> Callable[[Any], int | None]:
+    """The function that `module:function` names; it takes the configuration and may return an exit code."""
     module, _, name = target.partition(":")
-    function: Callable[[Any], None] = getattr(import_module(module), name)
+    function: Callable[[Any], int | None] = getattr(import_module(module), name)
     return function
 
 

@@ -194,7 +194,7 @@ def explain(error: BaseException, overrides: Sequence[str] = (), command: str = 
             f"{where[1] if where else 'an override'}: several values need -m (a sweep), or [a,b] where a list is meant"
         )
     if type(error).__name__ == "OverrideParseException":
-        return one_line(text.split("\nSee ")[0]) + ": an override is written key=value"
+        return f"{getattr(error, 'override', None) or one_line(text)}: an override is written key=value"
     return one_line(text.split("\nSee ")[0])
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from analysis.commands.shared import percentiles, print_warnings, rate, run_folder, share, shown
+from analysis.commands.shared import print_warnings, rate, run_folder, share, shown
 from analysis.compare import Silent, compare
 from analysis.progress import listener
 from analysis.report import write_report
@@ -39,21 +39,27 @@ def command(cfg: DictConfig) -> None:
 
 
 def table(result: dict[str, Any]) -> Table:
-    """A row a scheme: its goodput, and at that rate attainment and percentiles."""
-    grid = Table(box=None, pad_edge=False, header_style="dim")
-    grid.add_column("scheme")
-    for title in ("goodput\nreq/s", "per GPU\nreq/s", "attain-\nment"):
-        grid.add_column(title, justify="right")
-    for title in ("TTFT", "TBT"):
+    """A row a scheme: its goodput, and at that rate attainment and percentiles; fits 80 columns."""
+    grid = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    grid.add_column("\nscheme", no_wrap=True)
+    for title in ("goodput\nreq/s", "a GPU\nreq/s", "\nattained"):
+        grid.add_column(title, justify="right", no_wrap=True)
+    for title, unit in (("TTFT", "s"), ("TBT", "ms")):
         for name in ("P50", "P95", "P99"):
-            grid.add_column(f"{title}\n{name}", justify="right")
+            grid.add_column(f"{title}\n{name} {unit}", justify="right", no_wrap=True)
     for name, scheme in result["schemes"].items():
-        goodput = "0 (structural)" if scheme["structural"] else rate(scheme["goodput"])
-        row = [goodput, rate(scheme["goodput_per_gpu"]), share(scheme["attainment"])]
-        grid.add_row(_title(name, scheme), *row, *percentiles(scheme, "ttft_s"), *percentiles(scheme, "gap_s"))
+        row = [rate(scheme["goodput"]), rate(scheme["goodput_per_gpu"]), share(scheme["attainment"])]
+        row += [cell for key, unit in (("ttft_s", 1.0), ("gap_s", 1e-3)) for cell in _percentiles(scheme, key, unit)]
+        grid.add_row(_title(name, scheme), *row)
     return grid
+
+
+def _percentiles(scheme: dict[str, Any], key: str, unit_s: float) -> list[str]:
+    values = scheme[key] or {}
+    found = [values.get(name) for name in ("p50", "p95", "p99")]
+    return ["–" if value is None else f"{value / unit_s:.3g}" for value in found]
 
 
 def _title(name: str, scheme: dict[str, Any]) -> str:
     values = ", ".join(f"{key.removeprefix('scheme.')}={value}" for key, value in scheme["chosen"].items())
-    return f"{name} ({values})" if values else name
+    return f"{name}\n  {values}" if values else name

@@ -14,6 +14,7 @@ from analysis.report.load import Goodput, Results, Run, Series
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#8C8C3A", "#7B61C9")
 LIMIT_COLOUR = "#D0342C"
 LEGEND_ABOVE = 3  # lines that a legend above a narrow figure can name
+MOST_TICKS = 7  # labels of a narrow log axis
 DASHES = ("solid", "dash", "dot", "dashdot")
 SHARE_AXIS = {"tickformat": ".0%", "rangemode": "tozero"}
 
@@ -279,11 +280,14 @@ def distribution(runs: Sequence[Run], key: str, title: str, limit_key: str, pale
 
 
 def _time_axis(low: float, high: float) -> dict[str, Any]:
-    """A log axis of seconds with ticks at 1, 2 and 5 of each decade, or at decades alone where those are many."""
-    decades = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
-    steps = (1, 2, 5) if high < 300 * low else (1,)
-    values = [step * 10.0**decade for decade in decades for step in steps]
-    ends = numbers([math.log10(low / 1.1), math.log10(high * 1.7)])  # room for the label of a limit
+    """A log axis of seconds with ticks at 1, 2 and 5 of each decade, or at fewer where those are many."""
+    low, high = low / 1.1, high * 1.7  # room for the label of a limit
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for steps in ((1, 2, 5), (1, 3), (1,)):
+        values = [step * 10.0**decade for decade in decades for step in steps if low <= step * 10.0**decade <= high]
+        if len(values) <= MOST_TICKS:
+            break
+    ends = numbers([math.log10(low), math.log10(high)])
     return {"type": "log", "range": ends, "tickvals": numbers(values), "ticktext": [_time(value) for value in values]}
 
 

@@ -354,12 +354,19 @@ def _kv_table(page: Page, results: Results) -> None:
     for run in results.runs:
         kv = run.summary.get("kv") or {}
         if kv:
-            terms = ", ".join(f"{key} {_plain(value)}" for key, value in (kv.get("terms") or {}).items())
-            row = [str(run.summary.get("scheme")), _plain(kv.get("groups")), _plain(kv.get("capacity_tokens")), terms]
+            row = [str(run.summary.get("scheme")), _plain(kv.get("groups")), _plain(kv.get("gpus_a_group"))]
+            row += [_plain(kv.get("capacity_tokens")), "given" if kv.get("given") else "from memory", _memory(kv)]
             rows.append(tuple(escape(cell) for cell in row))
     if rows:
         page.heading("KV capacity", level=3)
-        page.table(["scheme", "groups", "tokens a group", "terms"], dict.fromkeys(rows), [3])
+        head = ["scheme", "groups", "GPUs a group", "tokens a group", "capacity", "memory of a GPU"]
+        page.table(head, dict.fromkeys(rows), [5])
+
+
+def _memory(kv: dict[str, Any]) -> str:
+    """The terms of a GPU's memory in GiB, as they add up."""
+    terms = (kv.get("terms") or {}).get("terms") or {}
+    return ", ".join(f"{name.replace('_', ' ')} {value / 2**30:+.1f}" for name, value in terms.items()) + " GiB"
 
 
 def _plain(value: Any) -> str:

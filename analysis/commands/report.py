@@ -1,0 +1,36 @@
+"""`confsim report`: the HTML page of results that are there already."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from analysis.commands.shared import shown
+from analysis.report import write_report
+from confsim.errors import InputError
+
+
+def command(cfg: DictConfig) -> None:
+    """Write the report of `cfg.folders`.
+
+    Raises:
+        InputError: if there is no result.
+    """
+    if not cfg.folders:
+        raise InputError("folders=[]: name the output folder of at least one run")
+    folders = [Path(str(folder)) for folder in cfg.folders]
+    path = write_report(folders, _target(cfg, folders), cfg.title)
+    if not cfg.quiet:
+        print(f"report: {shown(path)}")
+
+
+def _target(cfg: DictConfig, folders: list[Path]) -> Path:
+    if cfg.output.html is not None:
+        return Path(str(cfg.output.html))
+    if len(folders) == 1:
+        return folders[0] / "report.html"
+    token = f"report-{time.strftime('%Y-%m-%d_%H-%M-%S')}-{secrets.token_hex(4)}"
+    return Path(cfg.output.dir) / token / "report.html"

@@ -1,0 +1,32 @@
+"""`confsim stats`: what a trace looks like, on the terminal and as `stats.json`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omegaconf import DictConfig
+from rich.console import Console
+
+from analysis.commands.shared import run_folder, shown
+from confsim.result import write_json
+from traces.progress import console_progress
+from traces.stats import describe, stats_table
+
+
+def command(cfg: DictConfig) -> None:
+    """Describe the trace of `cfg`.
+
+    Raises:
+        InputError: if it cannot be read.
+    """
+    from hydra.utils import instantiate
+
+    folder = run_folder()
+    source: Any = instantiate(cfg.trace, _convert_="all")
+    trace = source.load(seed=cfg.seed, progress=None if cfg.quiet else console_progress())
+    found = describe(trace)
+    write_json(folder / "stats.json", {"kind": "stats", **found.as_dict()})
+    if not cfg.quiet:
+        console = Console(soft_wrap=True)
+        console.print(stats_table(found))
+        console.print(f"written: {shown(folder / 'stats.json')}", markup=False, highlight=False)
