@@ -102,8 +102,13 @@ class DecodeBatch:
 class AttentionKernels(Protocol):
     """Causal attention with grouped KV heads; `name` and `version` go into results and profiles."""
 
-    name: str
-    version: str
+    @property
+    def name(self) -> str:
+        """The kernel family."""
+
+    @property
+    def version(self) -> str:
+        """Of the package that the kernels come from."""
 
     def prefill(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: PrefillBatch) -> torch.Tensor:
         """`q [tokens, q_heads, d]` over pages `[pages, page_tokens, kv_heads, d]`; like `q`."""

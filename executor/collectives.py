@@ -155,7 +155,7 @@ class ThreadGroup:
     def all_to_all(self, out: torch.Tensor, data: torch.Tensor, out_sizes: list[int], sizes: list[int]) -> None:
         """Each member copies its part from the others' buffers."""
         _settle(data)
-        parts = self._meeting.exchange(self.index, data.split(sizes))
+        parts = self._meeting.exchange(self.index, torch.split(data, sizes))
         start = 0
         for rows, part in zip(out_sizes, parts, strict=True):
             out[start : start + rows] = part[self.index]

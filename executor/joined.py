@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from confsim.errors import InputError
@@ -63,9 +64,9 @@ class JoinedTeam:
     def start(self) -> list[Ready]:
         """On rank 0: wait until all are ready. On the others: serve, then exit the process."""
         store, _, _ = next(rendezvous("env://", self._config.rank, self._size))
-        self._store = dist.PrefixStore("executor", store)
+        self._store = PrefixStore("executor", store)
         device = process_device(self._config.device, self._local_rank)
-        ranks_store = dist.PrefixStore("ranks", store)
+        ranks_store = PrefixStore("ranks", store)
 
         def connect() -> Groups:
             return self._connect(ranks_store)
@@ -111,7 +112,7 @@ class JoinedTeam:
     def _collect(self, key: str) -> list[Ready | Report]:
         """One message of every rank, in rank order."""
         own: Ready | Report | Failure | None = None
-        missing = [rank for rank in range(1, self._size)]
+        missing = list(range(1, self._size))
         found: dict[int, Ready | Report] = {}
         while own is None or missing:
             if own is None:

@@ -113,7 +113,8 @@ class PagedStore:
     def slots(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Token slots in the pool, `[n, ways]`, of `positions[i]` in `rows[i]`."""
         page = self.table[rows, :, positions // self.pool.page_tokens].astype(np.int64)
-        return page * self.pool.page_tokens + (positions % self.pool.page_tokens)[:, None]
+        slots: np.ndarray = page * self.pool.page_tokens + (positions % self.pool.page_tokens)[:, None]
+        return slots
 
     def block_table(self, rows: np.ndarray, tokens: int) -> np.ndarray:
         """Pages of the first `tokens` of each row, `[n * ways, pages]`."""

@@ -304,7 +304,7 @@ def make_team(model: ModelConfig, layout: Layout, device: Device, kv: KvConfig) 
 
 def _environment(device: Device) -> dict[str, str]:
     env = dict(os.environ)
-    env["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    env["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         env.pop(name, None)
     if sys.platform == "linux":
@@ -316,7 +316,8 @@ def _environment(device: Device) -> dict[str, str]:
 
 def _receive(line: Connection) -> object | None:
     try:
-        return line.recv()
+        message: object = line.recv()
+        return message
     except (EOFError, ConnectionResetError):
         return None
 

@@ -122,7 +122,7 @@ def _safetensors_reader(folder: str) -> Reader:
         if name not in files:
             raise InputError(f"{folder}: tensor {name} is missing")
         with safe_open(files[name], framework="pt") as handle:
-            tensor = handle.get_tensor(name)
+            tensor: torch.Tensor = handle.get_tensor(name)
         if tuple(tensor.shape) != shape:
             raise InputError(f"{files[name]}: tensor {name} is {tuple(tensor.shape)}, the configuration says {shape}")
         return tensor
