@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 Progress = Callable[[int, float, float], None]  # rows so far, rows per second, share of the file's bytes read
 
-CHUNK_BYTES = 1 << 22  # text parsed at once; Python integers take about six times their text
+CHUNK_BYTES = 1 << 20  # text parsed at once; Python integers take about six times their text
 NS = 1_000_000_000
 TIME_LIMIT_NS = 1 << 62
 INT32_MAX = 2**31 - 1

@@ -1,0 +1,31 @@
+"""Fixtures that every room's tests share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+ENV = "CONFSIM_SHARED"
+
+
+def _shared_directory() -> Path:
+    given = os.environ.get(ENV)
+    return Path(given) if given else Path(__file__).resolve().parents[2] / "shared" / "traces"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that use the real traces carry the marker `shared`."""
+    for item in items:
+        if "shared_traces" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.shared)
+
+
+@pytest.fixture(scope="session")
+def shared_traces() -> Path:
+    """Directory of the real traces (conversation_trace.jsonl, synthetic_trace.jsonl), or skip."""
+    directory = _shared_directory()
+    if not (directory / "conversation_trace.jsonl").is_file():
+        pytest.skip(f"no real traces at {directory}; set {ENV} to their directory")
+    return directory
