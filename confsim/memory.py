@@ -28,6 +28,7 @@ class KvCapacity:
     every KV head on `kv_replicas` GPUs where there are fewer heads than GPUs.
     """
 
+    gpus: int  # GPUs of the group
     tokens: int
     blocks: int
     block_tokens: int
@@ -126,6 +127,7 @@ def kv_capacity(
         )
     tokens = derived if capacity_tokens is None else capacity_tokens
     return KvCapacity(
+        gpus=tp,
         tokens=tokens,
         blocks=tokens // block_tokens,
         block_tokens=block_tokens,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from confsim.latency.base import DecodeLine
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Dense:
     """Seconds at 0, 1, 2, ... units of work, and the slope beyond the list."""
 
@@ -26,17 +26,17 @@ class Dense:
         return self.values[-1] + self.slope * (work - self.last)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class DecodeRow:
-    """Decode attention for one number of sequences: pieces `base + slope * context` from each knot on."""
+    """Decode attention for one number of sequences: a line from each knot on."""
 
     knots: list[int]  # total context where a piece starts; the first is 0
-    base: list[float]
+    value: list[float]  # seconds at the knot
     slope: list[float]
     limit: float  # total context that measurements cover
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class CompiledLatency:
     """Implements `confsim.latency.base.LatencyModel` on tables of seconds for all layers of the model.
 
@@ -98,7 +98,7 @@ class CompiledLatency:
         if context_tokens > row.limit or sequences > self.decode_limit:
             self.extrapolations += 1
         piece = bisect_right(row.knots, context_tokens) - 1
-        return row.base[piece] + row.slope[piece] * context_tokens
+        return row.value[piece] + row.slope[piece] * (context_tokens - row.knots[piece])
 
     def decode_attention_line(self, sequences: int, context_tokens: int) -> DecodeLine:
         """The piece itself; `valid_until` is the first token of the next one, where both agree."""
@@ -110,7 +110,7 @@ class CompiledLatency:
         piece = bisect_right(row.knots, context_tokens) - 1
         slope = row.slope[piece]
         end = float(row.knots[piece + 1]) if piece + 1 < len(row.knots) else float("inf")
-        return DecodeLine(row.base[piece] + slope * context_tokens, slope, end)
+        return DecodeLine(row.value[piece] + slope * (context_tokens - row.knots[piece]), slope, end)
 
     def prefill_attention_s(self, tokens: int, cached_tokens: int) -> float:
         """Own attention of the chunk plus the cached tokens at a cost each that depends on the chunk."""

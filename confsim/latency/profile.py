@@ -106,8 +106,13 @@ class Profile:
         return profile_from_json(_read(Path(path)), str(path))
 
     def save(self, path: str | Path) -> None:
-        """Write readable JSON (times in microseconds), atomically."""
+        """Write readable JSON (times in microseconds), atomically.
+
+        Raises:
+            InputError: as `load`; a profile that could not be read back is not written.
+        """
         path = Path(path)
+        profile_from_json(profile_to_json(self), str(path))
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(".tmp")
         draft.write_text(profile_to_text(self), encoding="utf-8")
@@ -263,7 +268,7 @@ class _DecodeRows:
         low, high = self.seconds[lower], self.seconds[upper]
         width = grid[upper] - grid[lower]
         weight = (sequences - grid[lower]) / width if width else 0.0
-        times = low + max(weight, 0.0) * (high - low)
+        times = np.maximum.accumulate(low + max(weight, 0.0) * (high - low))
         near = lower if weight < 1.0 else upper
         return _row(sequences, self.context * sequences, times, float(self.table.measured[near] * sequences))
 
@@ -271,9 +276,8 @@ class _DecodeRows:
 def _row(sequences: int, totals: Floats, times: Floats, limit: float) -> DecodeRow:
     """Pieces between the knots; flat below the first one, the last slope beyond the last one."""
     slope = np.diff(times) / np.diff(totals) if len(totals) > 1 else np.zeros(1)
-    base = times[: len(slope)] - slope * totals[: len(slope)]
     knots = [0, *(int(value) for value in totals[: len(slope)])]
-    return DecodeRow(knots, [float(times[0]), *base.tolist()], [0.0, *slope.tolist()], limit)
+    return DecodeRow(knots, [float(times[0]), *times[: len(slope)].tolist()], [0.0, *slope.tolist()], limit)
 
 
 # JSON ----------------------------------------------------------------------------------------------------------------

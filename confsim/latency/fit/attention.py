@@ -153,7 +153,7 @@ def smooth_decode(grid: DecodeGrid) -> tuple[Floats, Ints]:
 def _fill(context: Floats, row: Floats, last: int) -> Floats:
     known = np.flatnonzero(~np.isnan(row))
     filled = np.interp(context, context[known], row[known])
-    first = max(last - 2, 0)
+    first = int(known[max(len(known) - 3, 0)])
     slope = (row[last] - row[first]) / (context[last] - context[first]) if last > first else 0.0
     return np.where(context > context[last], row[last] + slope * (context - context[last]), filled)
 

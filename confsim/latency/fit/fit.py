@@ -235,7 +235,7 @@ def _errors(
     if kernels is None or data.gemm is None:
         return errors
     errors["gemm"] = {
-        "held_out": kernels.surface.held_out(1024, 16384),
+        **kernels.surface.held_out(1024, 16384),
         "smoothing": kernels.surface.in_sample(1024, 16384),
         "replicates": noise_floor(data.gemm, 1024, 16384),
     }

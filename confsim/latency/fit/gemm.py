@@ -12,6 +12,8 @@ from confsim.latency.fit.smooth import Floats, error_summary, monotone
 
 # Rows of the model's size; small shapes never occur in a served model at any degree.
 LEAST_SHAPE = 512
+# Batches by the tokens that they stack on a GPU: decodes alone, decodes with prefill chunks, large prefills.
+BATCH_KINDS = {"decode_batches": (1, 256), "mixed_batches": (257, 4096), "prefill_batches": (4097, 1 << 30)}
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,12 @@ class GemmSurface:
         along = ((i - 1, j, 1 - u), (i + 1, j, u), (i, j - 1, 1 - v), (i, j + 1, v))
         return self._blend(along, n, k)
 
-    def held_out(self, least: int, most: int) -> dict[str, Any]:
-        """Error over all rows of every inner shape with n, k in [least, most], each predicted without its own rows."""
-        predicted, measured = [], []
+    def held_out(self, least: int, most: int) -> dict[str, dict[str, Any]]:
+        """Error over all rows of every inner shape with n, k in [least, most], each predicted without its own rows.
+
+        Of all rows (`held_out`), and by the batches that stack that many tokens on a GPU (`BATCH_KINDS`).
+        """
+        predicted, measured, stacked = [], [], []
         for i in range(1, len(self.n) - 1):
             for j in range(1, len(self.k) - 1):
                 if not (least <= self.n[i] <= most and least <= self.k[j] <= most):
@@ -88,7 +93,13 @@ class GemmSurface:
                 curve = self.without(i, j)
                 predicted.append(np.exp(np.interp(np.log(m), np.log(self.m_grid), np.log(curve))))
                 measured.append(seconds)
-        return error_summary(np.concatenate(predicted), np.concatenate(measured))
+                stacked.append(m)
+        guess, truth, tokens = np.concatenate(predicted), np.concatenate(measured), np.concatenate(stacked)
+        errors = {"held_out": error_summary(guess, truth)}
+        for name, (low, high) in BATCH_KINDS.items():
+            inside = (tokens >= low) & (tokens <= high)
+            errors[name] = error_summary(guess[inside], truth[inside])
+        return errors
 
     def in_sample(self, least: int, most: int) -> dict[str, Any]:
         """Error of the smoothing alone, over the same rows."""
