@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -55,17 +55,37 @@ class Silent:
         """Say nothing."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _State:
-    """Progress of one scheme. `first` is the number of its first candidate among all cases of the pool."""
+    """Progress of one scheme. `first` is the number of its first candidate among all cases of the pool.
+
+    `band` holds the searches with every latency longer (`low`) and shorter (`high`) by the error of the model.
+    """
 
     case: SchemeCase
     search: Search
     first: int
-    open: int = 0  # jobs of the current round that are not back yet
     zero: ZeroLoad | None = None
     full: FullRun | None = None
+    band: dict[str, _Lane] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _Lane:
+    """One search of a scheme: what its current round still waits for, and what has come back of it."""
+
+    state: _State
+    search: Search
+    first: int
+    factor: float = 1.0
+    open: int = 0
     arrived: dict[Task, Probe] = field(default_factory=dict)
+    done: bool = False
+
+    def values(self, task: Task) -> dict[str, Any]:
+        """What distinguishes the simulations of a task."""
+        slower = {"latency": f"{self.factor - 1:+.1%}"} if self.factor != 1.0 else {}
+        return {**self.search.candidates[task.candidate].values, **slower}
 
 
 def compare(cfg: DictConfig, folder: Path, listener: Listener | None = None) -> dict[str, Any]:
@@ -84,12 +104,12 @@ def compare(cfg: DictConfig, folder: Path, listener: Listener | None = None) -> 
     states = _states(scheme_cases(cfg), settings)
     cases = [config for state in states for config in state.case.configs]
     with Pool(cases, cfg.goodput.workers) as pool:
+        race = _Race(pool, folder, listener, settings, bool(cfg.goodput.band))
         for state in states:
-            job = Job(state.first, "zero", requests=int(cfg.goodput.zero_load_requests))
-            pool.submit((state, None), job)
-            _next_round(state, pool, folder, listener)
-        for (state, task), outcome in pool.outcomes():
-            _take(state, task, outcome, pool, folder, listener)
+            pool.submit((state, None, None), Job(state.first, "zero", requests=int(cfg.goodput.zero_load_requests)))
+            race.advance(_Lane(state, state.search, state.first))
+        for (state, lane, task), outcome in pool.outcomes():
+            race.take(state, lane, task, outcome)
     result = _content(cfg, states, settings)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / FILE, result)
@@ -125,43 +145,89 @@ def _states(cases: Sequence[SchemeCase], settings: SearchSettings) -> list[_Stat
     return states
 
 
-def _next_round(state: _State, pool: Pool, folder: Path, listener: Listener) -> None:
-    """Hand out the next round of a scheme's search, or the full run at its goodput when the search is over."""
-    tasks = state.search.round()
-    for task in tasks:
-        pool.submit((state, task), Job(state.first + task.candidate, "full" if task.full else "probe", task.rate))
-    state.open = len(tasks)
-    goodput = state.search.curve.goodput
-    if tasks:
-        listener.started(state.case.name, len(tasks))
-    elif goodput > 0 and state.full is None:
-        listener.started(state.case.name, 1)
-        target = str(folder / state.case.name)
-        pool.submit((state, None), Job(state.first + state.search.best, "full", goodput, folder=target))
-    else:
-        listener.finished(state.case.name, state.search.curve.goodput)
+@dataclass
+class _Race:
+    """Moves the searches on as outcomes arrive: search, then the full run at the goodput, then the band."""
 
+    pool: Pool
+    folder: Path
+    listener: Listener
+    settings: SearchSettings
+    wants_band: bool
 
-def _take(state: _State, task: Task | None, outcome: Any, pool: Pool, folder: Path, listener: Listener) -> None:
-    if isinstance(outcome, ZeroLoad):
-        state.zero = outcome
-        return
-    probe = outcome.probe if isinstance(outcome, FullRun) else outcome
-    if task is None:
+    def advance(self, lane: _Lane) -> None:
+        """Hand out the next round of a search, or what follows it."""
+        tasks = lane.search.round()
+        for task in tasks:
+            kind = "full" if task.full else "probe"
+            job = Job(lane.first + task.candidate, kind, task.rate, latency_factor=lane.factor)
+            self.pool.submit((lane.state, lane, task), job)
+        lane.open = len(tasks)
+        if tasks:
+            self.listener.started(lane.state.case.name, len(tasks))
+        elif lane.factor == 1.0:
+            self._run_in_full(lane.state)
+        else:
+            lane.done = True
+            if all(other.done for other in lane.state.band.values()):
+                self._finish(lane.state)
+
+    def take(self, state: _State, lane: _Lane | None, task: Task | None, outcome: Any) -> None:
+        """Take an outcome; the probes of a round count only when all are there."""
+        if isinstance(outcome, ZeroLoad):
+            state.zero = outcome
+        elif lane is None or task is None:
+            self._take_full(state, outcome)
+        else:
+            probe = outcome.probe if isinstance(outcome, FullRun) else outcome
+            self.listener.probed(state.case.name, lane.values(task), probe)
+            lane.arrived[task] = probe
+            lane.open -= 1
+            if lane.open == 0:
+                for known, point in lane.arrived.items():
+                    lane.search.add(known, point)
+                lane.arrived.clear()
+                self.advance(lane)
+
+    def _run_in_full(self, state: _State) -> None:
+        goodput = state.search.curve.goodput
+        if goodput == 0:
+            self._finish(state)
+            return
+        self.listener.started(state.case.name, 1)
+        target = str(self.folder / state.case.name)
+        self.pool.submit((state, None, None), Job(state.first + state.search.best, "full", goodput, folder=target))
+
+    def _take_full(self, state: _State, outcome: FullRun) -> None:
         state.full = outcome
-        if probe.passed:
-            state.search.add(Task(state.search.best, probe.rate), probe)  # exact, where the probe had bounds
-        listener.probed(state.case.name, state.case.candidates[state.search.best], probe)
-        listener.finished(state.case.name, state.search.curve.goodput)
-        return
-    listener.probed(state.case.name, state.case.candidates[task.candidate], probe)
-    state.arrived[task] = probe
-    state.open -= 1
-    if state.open == 0:
-        for known, point in state.arrived.items():
-            state.search.add(known, point)
-        state.arrived.clear()
-        _next_round(state, pool, folder, listener)
+        self.listener.probed(state.case.name, state.case.candidates[state.search.best], outcome.probe)
+        if outcome.probe.passed:  # exact, where the probe had bounds
+            state.search.add(Task(state.search.best, outcome.probe.rate), outcome.probe)
+        error = latency_error(outcome.summary) if self.wants_band else 0.0
+        if not error:
+            self._finish(state)
+            return
+        for name, factor in (("low", 1 + error), ("high", 1 - error)):
+            state.band[name] = self._band_lane(state, factor, error)
+        for lane in state.band.values():
+            self.advance(lane)
+
+    def _band_lane(self, state: _State, factor: float, error: float) -> _Lane:
+        """A search around where the goodput ought to be if latencies were `factor` times the model's."""
+        expected = state.search.curve.goodput / factor
+        start = min(max(expected, self.settings.min_rate), self.settings.max_rate)
+        settings = replace(self.settings, start_rate=start, step=1 + error, curve=())
+        return _Lane(state, Search([], settings), state.first + state.search.best, factor)
+
+    def _finish(self, state: _State) -> None:
+        self.listener.finished(state.case.name, state.search.curve.goodput)
+
+
+def latency_error(summary: dict[str, Any]) -> float:
+    """The largest mean held-out error of a component of the latency model, as a share; 0 where none is known."""
+    errors = summary["provenance"].get("latency", {}).get("errors", {})
+    means = [part["held_out"]["mean_pct"] for part in errors.values() if "held_out" in part]
+    return max(means, default=0.0) / 100
 
 
 # --- the result ------------------------------------------------------------------------------------------------------
@@ -211,6 +277,7 @@ def _scheme(state: _State, settings: SearchSettings, target: float) -> dict[str,
         **{key: at_goodput.get(key) if at_goodput else None for key in STATISTICS},
         "zero_load": state.zero.to_json(),
         "structural": curve.goodput == 0 and state.zero.attainment < target,
+        "band": _band(state),
         "chosen": state.case.candidates[state.search.best],
         "probes": [probe.to_json() for probe in curve.probes],
         "candidates": [
@@ -227,6 +294,18 @@ def _scheme(state: _State, settings: SearchSettings, target: float) -> dict[str,
         "config": state.case.configs[state.search.best]["scheme"],
         "kv": summary.get("kv"),
     }
+
+
+def _band(state: _State) -> dict[str, Any] | None:
+    """Goodput if every latency were longer, or shorter, by the model's error; None where that is unknown."""
+    if not state.band:
+        return None
+    found: dict[str, Any] = {"latency_error": abs(state.band["low"].factor - 1)}
+    for name, lane in state.band.items():
+        curve = lane.search.curve
+        probes = [probe.to_json() for probe in curve.probes]
+        found[name] = {"latency_factor": lane.factor, "goodput": curve.goodput, "probes": probes}
+    return found
 
 
 def _warnings(state: _State, settings: SearchSettings, target: float, summary: dict[str, Any]) -> list[str]:

@@ -12,8 +12,6 @@ from typing import Any
 
 from confsim.errors import InputError
 
-STEP = 4.0  # ratio of neighbouring rates while no bracket is known
-
 
 @dataclass(frozen=True)
 class SearchSettings:
@@ -29,6 +27,7 @@ class SearchSettings:
     start_rate: float = 1.0
     probes_per_round: int = 2
     curve: tuple[float, ...] = ()
+    step: float = 4.0  # ratio of neighbouring rates while no bracket is known
 
     def __post_init__(self) -> None:
         if not 0 < self.tolerance < 1:
@@ -40,6 +39,8 @@ class SearchSettings:
             )
         if self.probes_per_round < 1:
             raise InputError(f"goodput.probes_per_round={self.probes_per_round}: use 1 or more")
+        if not self.step > 1:
+            raise InputError(f"a search needs steps above 1, not {self.step}")
         if any(share <= 0 for share in self.curve):
             raise InputError(f"goodput.curve={list(self.curve)}: use shares of the goodput above 0")
 
@@ -113,14 +114,18 @@ def next_rates(curve: Curve, settings: SearchSettings) -> list[float]:
     low, high = curve.goodput, curve.lowest_failure
     count = settings.probes_per_round
     if not len(curve):
-        return _within([settings.start_rate * STEP**step for step in range(count)], settings)
+        return _within([settings.start_rate * settings.step**step for step in range(count)], settings)
     if high is None:
         return (
-            [] if low >= settings.max_rate else _within([low * STEP ** (step + 1) for step in range(count)], settings)
+            []
+            if low >= settings.max_rate
+            else _within([low * settings.step ** (step + 1) for step in range(count)], settings)
         )
     if low == 0.0:
         return (
-            [] if high <= settings.min_rate else _within([high / STEP ** (step + 1) for step in range(count)], settings)
+            []
+            if high <= settings.min_rate
+            else _within([high / settings.step ** (step + 1) for step in range(count)], settings)
         )
     if high <= low * (1 + settings.tolerance):
         return []

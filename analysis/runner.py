@@ -13,6 +13,8 @@ from analysis.goodput import Probe
 from confsim.provenance import digest
 from traces.trace import Trace
 
+SLO_TIMES = ("ttft_s", "ttft_per_token_s", "tbt_s")
+WINDOW_TIMES = ("warmup_s", "cooldown_s")
 ZERO_LOAD_RATE = 1e-5  # req/s: requests almost never meet
 
 
@@ -29,6 +31,7 @@ class Job:
     rate: float = 0.0
     folder: str | None = None
     requests: int = 0
+    latency_factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Runner:
     def __init__(self, cases: Sequence[dict[str, Any]]) -> None:
         self._cases = list(cases)
         self._traces: dict[str, Trace] = {}
-        self._simulations: dict[int, Any] = {}
+        self._simulations: dict[tuple[int, float], Any] = {}
 
     def __call__(self, job: Job) -> Any:
         """A `Probe`, `FullRun` or `ZeroLoad`, by the kind of the job.
@@ -69,20 +72,23 @@ class Runner:
         """
         if job.kind == "zero":
             return self._zero_load(job)
-        result = self._simulation(job.case).run(rate=job.rate, probe=job.kind == "probe")
-        probe = self._probe(job, result)
+        rate = job.rate * job.latency_factor
         if job.kind == "probe":
-            return probe
+            return self._probe(job, self._simulation(job.case, job.latency_factor).run(rate=rate, probe=True))
+        result = self._build(job.case, job.latency_factor).run(rate=rate)  # a new one: its counters are in the result
         if job.folder is not None:
             result.write(Path(job.folder))
-        return FullRun(probe, result.summary)
+        return FullRun(self._probe(job, result), result.summary)
 
-    def _simulation(self, case: int) -> Any:
+    def _simulation(self, case: int, factor: float) -> Any:
+        if (case, factor) not in self._simulations:
+            self._simulations[case, factor] = self._build(case, factor)
+        return self._simulations[case, factor]
+
+    def _build(self, case: int, factor: float) -> Any:
         from confsim import api
 
-        if case not in self._simulations:
-            self._simulations[case] = api.build(_config(self._cases[case]), self._trace(case))
-        return self._simulations[case]
+        return api.build(_config(scaled(self._cases[case], factor)), self._trace(case))
 
     def _trace(self, case: int) -> Trace:
         from confsim import api
@@ -111,6 +117,14 @@ class Runner:
         cfg = {**self._cases[job.case], "arrivals": _poisson()}
         result = api.build(_config(cfg), sample).run(rate=ZERO_LOAD_RATE)
         return ZeroLoad(float(result.summary["attainment"]), len(sample), len(trace), result.summary)
+
+
+def scaled(case: dict[str, Any], factor: float) -> dict[str, Any]:
+    """The case with every time that is not a latency divided by `factor`; its rate is the caller's to multiply."""
+    if factor == 1.0:
+        return case
+    slo = {**case["slo"], **{key: case["slo"][key] / factor for key in SLO_TIMES if key in case["slo"]}}
+    return {**case, "slo": slo, **{key: case[key] / factor for key in WINDOW_TIMES if case.get(key)}}
 
 
 def sample_by_length(trace: Trace, count: int) -> Trace:

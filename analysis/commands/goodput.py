@@ -6,11 +6,10 @@ import contextlib
 from typing import Any
 
 from omegaconf import DictConfig
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from analysis.commands.shared import print_warnings, rate, run_folder, share, shown
+from analysis.commands.shared import make_console, print_warnings, rate, run_folder, share, shown
 from analysis.compare import Silent, compare
 from analysis.progress import listener
 from analysis.report import write_report
@@ -23,7 +22,7 @@ def command(cfg: DictConfig) -> None:
         InputError: for a user's mistake.
     """
     folder = run_folder()
-    console = Console(soft_wrap=True)
+    console = make_console()
     watch = contextlib.nullcontext(Silent()) if cfg.quiet else listener(console)
     with watch as watcher:
         result = compare(cfg, folder, watcher)
@@ -33,6 +32,9 @@ def command(cfg: DictConfig) -> None:
     console.print()
     console.print(Text(str(result["label"]), style="bold"))
     console.print(table(result))
+    band = bands(result)
+    if band:
+        console.print(Text(band))
     for name, scheme in result["schemes"].items():
         print_warnings(console, (f"{name}: {line}" for line in scheme["warnings"]))
     console.print(Text(f"report: {shown(page)}"))
@@ -52,6 +54,18 @@ def table(result: dict[str, Any]) -> Table:
         row += [cell for key, unit in (("ttft_s", 1.0), ("gap_s", 1e-3)) for cell in _percentiles(scheme, key, unit)]
         grid.add_row(_title(name, scheme), *row)
     return grid
+
+
+def bands(result: dict[str, Any]) -> str:
+    """How far the goodputs move with the error of the latency model, in one line."""
+    known = {name: scheme["band"] for name, scheme in result["schemes"].items() if scheme["band"]}
+    if not known:
+        return ""
+    error = max(band["latency_error"] for band in known.values())
+    ranges = ", ".join(
+        f"{name} {rate(band['low']['goodput'])} to {rate(band['high']['goodput'])}" for name, band in known.items()
+    )
+    return f"with all latencies ±{error:.1%} (held-out error of the profile): {ranges} req/s"
 
 
 def _percentiles(scheme: dict[str, Any], key: str, unit_s: float) -> list[str]:

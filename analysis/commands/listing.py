@@ -8,10 +8,10 @@ from importlib import resources
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from analysis.commands.shared import make_console
 from confsim.configuration import did_you_mean, options
 from confsim.errors import InputError
 
@@ -36,7 +36,7 @@ def command(cfg: DictConfig) -> None:
     unknown = [group for group in wanted if group not in KINDS]
     if unknown:
         raise InputError(f"{unknown[0]}: not listed, use {', '.join(KINDS)}{did_you_mean(unknown[0], list(KINDS))}")
-    console = Console(soft_wrap=True)
+    console = make_console()
     for group in wanted:
         console.print(Text(KINDS[group], style="bold"))
         console.print(_table(profiles() if group == "profile" else choices(group)))

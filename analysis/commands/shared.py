@@ -12,6 +12,8 @@ from rich.text import Text
 
 from confsim.errors import InputError
 
+PIPED_WIDTH = 160  # columns of tables that go to a file or a pipe
+
 
 def run_folder() -> Path:
     """The output folder of the running job.
@@ -34,6 +36,12 @@ def in_sweep() -> bool:
     from hydra.types import RunMode
 
     return HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def make_console() -> Console:
+    """Standard output; a table keeps its width where nobody looks at it in a window."""
+    console = Console(soft_wrap=True)
+    return console if console.is_terminal else Console(soft_wrap=True, width=PIPED_WIDTH)
 
 
 def shown(path: Path) -> str:

@@ -11,7 +11,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from analysis.commands.shared import in_sweep, percentiles, print_warnings, run_folder, seconds, share, shown
+from analysis.commands.shared import (
+    in_sweep,
+    make_console,
+    percentiles,
+    print_warnings,
+    run_folder,
+    seconds,
+    share,
+    shown,
+)
 from analysis.timeline import write_timeline
 from confsim import api
 from confsim.errors import InputError
@@ -40,7 +49,7 @@ def command(cfg: DictConfig) -> None:
         write_timeline(folder / "timeline.json.gz", result, cfg.output.timeline_iterations)
     if cfg.quiet:
         return
-    console = Console(soft_wrap=True)
+    console = make_console()
     if in_sweep():
         console.print(one_line(result.summary, folder), markup=False, highlight=False)
     else:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from omegaconf import DictConfig
-from rich.console import Console
 
-from analysis.commands.shared import run_folder, shown
+from analysis.commands.shared import make_console, run_folder, shown
 from confsim.result import write_json
 from traces.progress import console_progress
 from traces.stats import describe, stats_table
@@ -27,6 +26,6 @@ def command(cfg: DictConfig) -> None:
     found = describe(trace)
     write_json(folder / "stats.json", {"kind": "stats", **found.as_dict()})
     if not cfg.quiet:
-        console = Console(soft_wrap=True)
+        console = make_console()
         console.print(stats_table(found))
         console.print(f"written: {shown(folder / 'stats.json')}", markup=False, highlight=False)

@@ -82,15 +82,29 @@ def goodput_bars(results: Results, palette: dict[str, str]) -> Figure:
                 "x": ticks if len(searches) > 1 else [scheme],
                 "y": numbers(values),
                 "text": [_bar_text(entry) for entry in entries],
-                "textposition": "outside",
+                "textposition": "inside",
+                "insidetextanchor": "middle",
+                "textfont": {"color": "#ffffff", "size": 14},
                 "cliponaxis": False,
                 "marker": {"color": colour},
+                "error_y": _band_bars(entries, values),
                 "width": 0.5 if len(searches) == 1 else None,
                 "hovertemplate": "%{fullData.name}: %{y} req/s<extra></extra>",
             }
         )
     layout = _layout("", "goodput (req/s)", 320, yaxis={"rangemode": "tozero"}, margin={"t": 30})
     return {"data": data, "layout": {**layout, "barmode": "group", "showlegend": len(searches) > 1}}
+
+
+def _band_bars(entries: Sequence[dict[str, Any] | None], values: Sequence[float | None]) -> dict[str, Any]:
+    """How far each goodput moves with the error of the latency model."""
+    bands = [(entry or {}).get("band") for entry in entries]
+    highs, lows = [], []
+    for band, value in zip(bands, values, strict=True):
+        highs.append(band["high"]["goodput"] - value if band and value is not None else 0.0)
+        lows.append(value - band["low"]["goodput"] if band and value is not None else 0.0)
+    shown = {"type": "data", "symmetric": False, "array": numbers(highs), "arrayminus": numbers(lows)}
+    return {**shown, "visible": any(bands), "thickness": 1.5, "width": 8, "color": LIMIT_COLOUR}
 
 
 def _search_title(number: int, searches: Sequence[Goodput]) -> str:

@@ -213,7 +213,7 @@ def _goodput_section(page: Page, results: Results, palette: dict[str, str]) -> N
 
 
 def _goodput_table(page: Page, goodput: Goodput) -> None:
-    head = ["scheme", "goodput, req/s", "per GPU", "attainment", "zero-load attainment"]
+    head = ["scheme", "goodput, req/s", "latency band", "per GPU", "attainment", "zero-load attainment"]
     head += [f"{title} {name.upper()}" for title in ("TTFT", "TBT", "largest gap") for name in PERCENTILES]
     rows = []
     for name, entry in goodput.content["schemes"].items():
@@ -222,10 +222,15 @@ def _goodput_table(page: Page, goodput: Goodput) -> None:
         )
         label = escape(name) + (f' <span class="soft">{escape(chosen)}</span>' if chosen else "")
         value = "0, structural" if entry["structural"] else rate(entry["goodput"])
-        row = [label, f"<b>{value}</b>", rate(entry["goodput_per_gpu"]), share(entry["attainment"])]
+        row = [label, f"<b>{value}</b>", _band(entry), rate(entry["goodput_per_gpu"]), share(entry["attainment"])]
         row.append(share(entry["zero_load"]["attainment"]))
         rows.append(row + [cell for key in ("ttft_s", "gap_s", "max_gap_s") for cell in _percentiles(entry, key)])
     page.table(head, rows)
+
+
+def _band(entry: dict[str, Any]) -> str:
+    band = entry.get("band")
+    return f"{rate(band['low']['goodput'])} to {rate(band['high']['goodput'])}" if band else "–"
 
 
 def _percentiles(content: dict[str, Any], key: str) -> list[str]:
