@@ -1,8 +1,8 @@
 """confsim: trace-driven simulation of LLM serving.
 
-    cfg = confsim.compose(["scheme=conflux", "rate=3"])
-    result = confsim.simulate(cfg)
-    result.requests.to_pandas()
+cfg = confsim.compose(["scheme=conflux", "rate=3"])
+result = confsim.simulate(cfg)
+result.requests.to_pandas()
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 from time import perf_counter
@@ -77,7 +78,7 @@ class Simulation:
         run = Run(self, load, watch=probe)
         run.execute(None if probe else self.horizon_s, check)
         result = run.result()
-        timing = summary.timing(run.ledger, len(result.iterations), perf_counter() - began)
+        timing = summary.timing(run.ledger, perf_counter() - began)
         return replace(result, timing=timing)
 
     def zero_load(self, requests: int = 200) -> Result:
@@ -135,6 +136,8 @@ class Run:
         if horizon_s is not None:
             stops.append(self.env.timeout(horizon_s))
         until = self.env.any_of(stops) if stops else None
+        collecting = gc.isenabled()
+        gc.disable()  # a run makes no cyclic garbage, and a collection walks every request
         try:
             if check:
                 self._checked_run(until)
@@ -143,6 +146,9 @@ class Run:
         except RuntimeError as error:
             if until is None or "No scheduled events left" not in str(error):
                 raise
+        finally:
+            if collecting:
+                gc.enable()
         self.cut = horizon_s is not None and self.env.now >= horizon_s
 
     def _checked_run(self, until: simpy.Event | None) -> None:
@@ -230,9 +236,8 @@ class Run:
         """The result so far; in a probe, with its verdict."""
         requests, outcome = summary.requests_table(self)
         data = summary.summarise(self, requests, outcome)
-        iterations = summary.iterations(self.ledger)
         verdict = self._verdict(outcome.attainment)
-        return Result("simulate", data, requests, iterations, {}, verdict)
+        return Result("simulate", data, requests, tuple(self.ledger.tracks), {}, verdict)
 
     def _verdict(self, attainment: float) -> Verdict:
         target = self.simulation.slo.attainment

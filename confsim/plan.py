@@ -52,6 +52,14 @@ class IterationPlan(NamedTuple):
     decode: tuple[DecodeBatch, ...]
     released: tuple[int, ...] = ()
 
+    def shards(self, groups: int) -> tuple[int, ...]:
+        """Prefill tokens of each group over all chunks."""
+        if not self.prefill:
+            return (0,) * groups
+        if len(self.prefill) == 1:
+            return self.prefill[0].shards
+        return tuple(map(sum, zip(*[chunk.shards for chunk in self.prefill], strict=True)))
+
 
 class IterationTiming(NamedTuple):
     """Seconds of one iteration; the parts are for reports and need not add up (the attention paths overlap)."""

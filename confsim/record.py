@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -150,10 +152,14 @@ def _column(values: Any, kind: pa.DataType) -> pa.Array:
 
 
 def _repeat_lists(groups: Any, steps: Any) -> pa.Array:
-    return pa.array(groups, pa.list_(pa.int32())).take(pa.array(np.repeat(np.arange(len(steps)), steps)))
+    sizes = np.fromiter(map(len, groups), np.int32, len(groups))
+    flat = np.fromiter(chain.from_iterable(groups), np.int32, int(sizes.sum()))
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    lists = pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))
+    return lists.take(pa.array(np.repeat(np.arange(len(steps)), steps)))
 
 
-def iterations_table(tracks: list[Track]) -> pa.Table:
+def iterations_table(tracks: Sequence[Track]) -> pa.Table:
     """All iterations, by end time; ties in the order of the tracks."""
     tables = [track.table().unify_dictionaries() for track in tracks]
     if not tables:

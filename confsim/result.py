@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from confsim.record import Track, iterations_table
 
 REQUESTS = pa.schema(
     [
@@ -56,9 +59,14 @@ class Result:
     kind: str
     summary: dict[str, Any]
     requests: pa.Table
-    iterations: pa.Table
+    tracks: tuple[Track, ...] = ()
     timing: dict[str, Any] = field(default_factory=dict)
     verdict: Verdict | None = None
+
+    @cached_property
+    def iterations(self) -> pa.Table:
+        """One row an iteration of any loop; built when it is first asked for."""
+        return iterations_table(self.tracks)
 
     def write(self, folder: Path) -> None:
         """Write summary.json, requests.parquet, iterations.parquet and timing.json, each whole or not at all."""

@@ -12,7 +12,6 @@ import pyarrow as pa
 from confsim import metrics
 from confsim.ledger import Ledger
 from confsim.provenance import provenance
-from confsim.record import iterations_table
 from confsim.request import Request
 from confsim.result import REQUESTS
 from confsim.schemes.base import KvReport
@@ -91,11 +90,6 @@ def _arrow(values: Any, kind: pa.DataType) -> pa.Array:
     if isinstance(values, np.ndarray) and values.dtype.kind == "f":
         return pa.array(values, kind, from_pandas=True)  # nan is null
     return pa.array(values, kind)
-
-
-def iterations(ledger: Ledger) -> pa.Table:
-    """One row an iteration of any loop."""
-    return iterations_table(ledger.tracks)
 
 
 def summarise(run: Run, requests: pa.Table, outcome: Outcome) -> dict[str, Any]:
@@ -294,8 +288,9 @@ def _slo_warnings(run: Run, out: dict[str, Any]) -> list[str]:
     return warnings
 
 
-def timing(ledger: Ledger, steps: int, wall_s: float) -> dict[str, Any]:
+def timing(ledger: Ledger, wall_s: float) -> dict[str, Any]:
     """`timing.json`: wall-clock figures, outside every identity."""
+    steps = sum(len(track.ends) for track in ledger.tracks)
     passes = np.sort(np.frombuffer(ledger.schedule_pass_s, np.float64)) * 1e6 if ledger.schedule_pass_s else None
     pass_us = None
     if passes is not None:

@@ -21,7 +21,7 @@ from confsim.policies.base import Dispatch, GroupLoad, Placement
 from confsim.request import Request
 from confsim.schemes.base import Instance, Setup
 from confsim.schemes.cost import CoBatchCost, DecodeLoad
-from confsim.schemes.fill import Fill, Limits
+from confsim.schemes.fill import Fill, Guess, Limits
 
 
 class CoBatchInstance(Instance):
@@ -50,6 +50,7 @@ class CoBatchInstance(Instance):
         self._noise = setup.noise(index)
         latency = cost.latency
         self._backend: Backend = setup.backend.create(cost, self._noise, latency.tp, latency.sp, name)
+        self._guess = Guess()
         self._holders: dict[int, Request] = {}  # requests with KV
         self._ages: list[tuple[float, int]] = []  # heap of holders by arrival, those that left included
         self._partials: dict[int, Request] = {}  # prompts in progress
@@ -211,7 +212,7 @@ class CoBatchInstance(Instance):
 
     def _chunks(self, now_s: float, load: DecodeLoad) -> tuple[PrefillChunk, ...]:
         """Prefill chunks in queue order, as much as the iteration has room for."""
-        fill = Fill(self.cost, load, self._dispatch(load.counts), self.limits, self.kv.block_tokens)
+        fill = Fill(self.cost, load, self._dispatch(load.counts), self.limits, self.kv.block_tokens, self._guess)
         aside = self._aside
         new = True
         self._blocked = False
@@ -404,8 +405,10 @@ class CoBatchInstance(Instance):
         return sum(pool.held for pool in self.kv.pools) // self.kv.units_per_block
 
     def _record(self, start_s: float, plan: IterationPlan, load: DecodeLoad, timing: IterationTiming) -> None:
-        context = sum(batch.context_tokens for batch in plan.decode)
-        shards = tuple(map(sum, zip(*(chunk.shards for chunk in plan.prefill), strict=True))) or (0,) * len(load.counts)
+        context = 0
+        for batch in plan.decode:
+            context += batch.context_tokens
+        shards = plan.shards(len(load.counts))
         self._track.iteration(
             start_s, self.env.now, timing, shards, load.counts, len(self._queue), self._used_blocks(), context
         )

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import add
 from typing import NamedTuple
 
 from confsim.latency.base import LatencyModel
 from confsim.model_backend import Noise
 from confsim.plan import DecodeBatch, IterationPlan, IterationTiming
+from confsim.policies.base import Dispatch
+from confsim.request import Request
 
 # A path is slowed in full once the other one takes at least this share of it; below that its slowdown fades, so
 # that the stage is continuous where a path becomes empty.
 FULL_SLOWDOWN_SHARE = 0.1
+
+
+class Planned(NamedTuple):
+    """The prefill side of an iteration so far."""
+
+    tokens: int = 0
+    attention_s: float = 0.0
+    firsts: int = 0  # last chunks, whose prompts emit a token
+    chunks: int = 0
 
 
 class DecodeLoad(NamedTuple):
@@ -24,30 +36,29 @@ class DecodeLoad(NamedTuple):
     attention_s: float
 
 
-class Stage(NamedTuple):
-    """Seconds of the attention stage, and whether overlap made it slower than running the paths in turn."""
-
-    seconds: float
-    slower: bool
-
-
-def in_turn(communication_s: float, prefill_s: float, decode_s: float, latency: LatencyModel) -> Stage:
+def in_turn(communication_s: float, prefill_s: float, decode_s: float, latency: LatencyModel) -> float:
     """One path after the other."""
-    return Stage(communication_s + prefill_s + decode_s, False)
+    return communication_s + prefill_s + decode_s
 
 
-def overlapped(communication_s: float, prefill_s: float, decode_s: float, latency: LatencyModel) -> Stage:
+def overlapped(communication_s: float, prefill_s: float, decode_s: float, latency: LatencyModel) -> float:
     """max(comm + g_p * prefill, g_d * decode), the paper's stage; communication needs few SMs and is not slowed."""
     prefill_path_s = communication_s + prefill_s
     if prefill_path_s == 0.0 or decode_s == 0.0:
-        return Stage(prefill_path_s + decode_s, False)
-    slowed_prefill_s = min(prefill_s, decode_s / FULL_SLOWDOWN_SHARE) * (latency.prefill_slowdown - 1)
-    slowed_decode_s = min(decode_s, prefill_path_s / FULL_SLOWDOWN_SHARE) * (latency.decode_slowdown - 1)
-    stage_s = max(prefill_path_s + slowed_prefill_s, decode_s + slowed_decode_s)
-    return Stage(stage_s, stage_s > prefill_path_s + decode_s)
+        return prefill_path_s + decode_s
+    shared_s = decode_s / FULL_SLOWDOWN_SHARE
+    slowed_s = prefill_s if prefill_s < shared_s else shared_s
+    prefill_path_s += slowed_s * (latency.prefill_slowdown - 1.0)
+    shared_s = (communication_s + prefill_s) / FULL_SLOWDOWN_SHARE
+    slowed_s = decode_s if decode_s < shared_s else shared_s
+    decode_path_s = decode_s + slowed_s * (latency.decode_slowdown - 1.0)
+    return prefill_path_s if prefill_path_s > decode_path_s else decode_path_s
 
 
-AttentionStage = Callable[[float, float, float, LatencyModel], Stage]
+NO_DECODES = DecodeLoad((), 0, 0, 0.0)
+
+# Seconds of the attention stage from those of communication, prefill attention and decode attention alone.
+AttentionStage = Callable[[float, float, float, LatencyModel], float]
 
 
 @dataclass(slots=True)
@@ -64,9 +75,17 @@ class CoBatchCost:
     async_schedule: bool = True
     spread: LatencyModel | None = None
     slower_overlaps: int = 0  # iterations in which overlap was slower than running the paths in turn
+    _load_key: list[tuple[int, int]] = field(default_factory=list)
+    _load: DecodeLoad = NO_DECODES
 
     def load(self, batches: Sequence[DecodeBatch]) -> DecodeLoad:
-        """The decode side of the next iteration."""
+        """The decode side of the next iteration; asked again for the same batches, the same object."""
+        key = [(batch.count, batch.context_tokens) for batch in batches]
+        if key != self._load_key:
+            self._load_key, self._load = key, self._new_load(batches)
+        return self._load
+
+    def _new_load(self, batches: Sequence[DecodeBatch]) -> DecodeLoad:
         if self.spread is not None:
             batch = batches[0]
             share, rest = divmod(batch.count, self.latency.sp)
@@ -89,14 +108,40 @@ class CoBatchCost:
             return self.latency.linear_s(stacked)
         return self.latency.linear_s(shard) + self.latency.linear_s(load.peak)
 
-    def duration_s(
-        self, load: DecodeLoad, stacked: int, shard: int, attention_s: float, firsts: int, chunks: int
-    ) -> float:
-        """Predicted seconds of an iteration with `chunks` prefill chunks, `firsts` of them the last of their prompt."""
-        latency = self.latency
-        stage = self.stage(latency.all_to_all_s(shard), attention_s, load.attention_s, latency)
-        gpu_s = self.linear_s(load, stacked, shard) + stage.seconds + latency.head_s(load.peak + firsts)
-        return gpu_s + self.exposed_s(load.total + chunks, gpu_s)
+    def decodes_s(self, load: DecodeLoad) -> float:
+        """Predicted seconds of an iteration of the decodes alone."""
+        if not load.total:
+            return 0.0
+        gpu_s = self.linear_s(load, load.peak, 0) + load.attention_s + self.latency.head_s(load.peak)
+        return gpu_s + self.exposed_s(load.total, gpu_s)
+
+    def predictor(
+        self, load: DecodeLoad, dispatch: Dispatch, request: Request, planned: Planned
+    ) -> Callable[[int], float]:
+        """Predicted seconds of an iteration by the tokens of `request` that it takes beyond what is `planned`.
+
+        A closure over everything that does not depend on them: a budget search calls it several times an iteration.
+        """
+        latency, stage, peak, co_batch = self.latency, self.stage, dispatch.peak, self.co_batch
+        linear, exchange, prefill = latency.linear_s, latency.all_to_all_s, latency.prefill_attention_s
+        cached, rest, decode_s = request.prefilled, request.remaining_prefill, load.attention_s
+        before, before_s = planned.tokens, planned.attention_s
+        head_s = latency.head_s(load.peak + planned.firsts)
+        last_head_s = latency.head_s(load.peak + planned.firsts + 1)
+        overhead_s = latency.overhead_s(load.total + planned.chunks + 1)
+        hidden = self.async_schedule
+        apart_s = 0.0 if co_batch else latency.linear_s(load.peak)
+
+        def seconds(tokens: int) -> float:
+            stacked, shard = peak(before + tokens)
+            gpu_s = stage(exchange(shard), before_s + prefill(tokens, cached), decode_s, latency)
+            gpu_s += linear(stacked) if co_batch else linear(shard) + apart_s
+            gpu_s += last_head_s if tokens == rest else head_s
+            if hidden:
+                return gpu_s if gpu_s > overhead_s else overhead_s
+            return gpu_s + overhead_s
+
+        return seconds
 
     def exposed_s(self, sequences: int, gpu_s: float) -> float:
         """Host time that the GPU does not hide."""
@@ -107,27 +152,27 @@ class CoBatchCost:
         """Every term of a plan's iteration."""
         latency = self.latency
         load = self.load(plan.decode)
-        shards = [0] * latency.sp
-        attention_s = 0.0
-        arriving: dict[int, int] = {}  # group -> tokens of KV on their way to it
+        shards = plan.shards(latency.sp)
+        attention_s, transfer_s = 0.0, 0.0
         firsts = 0
+        arriving: dict[int, int] = {}  # group -> tokens of KV on their way to it
         for chunk in plan.prefill:
             attention_s += latency.prefill_attention_s(chunk.tokens, chunk.start)
-            for group, tokens in enumerate(chunk.shards):
-                shards[group] += tokens
-            firsts += chunk.last
-            if chunk.last and chunk.group >= 0:
-                arriving[chunk.group] = arriving.get(chunk.group, 0) + chunk.start + chunk.tokens
-        stacked = max([prefill + decode for prefill, decode in zip(shards, load.counts, strict=True)])
+            if chunk.last:
+                firsts += 1
+                if chunk.group >= 0:
+                    arriving[chunk.group] = arriving.get(chunk.group, 0) + chunk.start + chunk.tokens
+        if arriving:
+            transfer_s = max(latency.kv_transfer_s(tokens) for tokens in arriving.values())
+        stacked = max(map(add, shards, load.counts))
         shard = max(shards)
         communication_s = latency.all_to_all_s(shard)
-        stage = self.stage(communication_s, attention_s, load.attention_s, latency)
-        self.slower_overlaps += stage.slower
+        stage_s = self.stage(communication_s, attention_s, load.attention_s, latency)
+        self.slower_overlaps += stage_s > communication_s + attention_s + load.attention_s
         linear_s = self.linear_s(load, stacked, shard)
         head_s = latency.head_s(load.peak + firsts)
-        gpu_s = linear_s + stage.seconds + head_s
+        gpu_s = linear_s + stage_s + head_s
         overhead_s = self.exposed_s(load.total + len(plan.prefill), gpu_s)
-        transfer_s = max((latency.kv_transfer_s(tokens) for tokens in arriving.values()), default=0.0)
         duration_s = gpu_s + overhead_s
         return IterationTiming(
             duration_s,

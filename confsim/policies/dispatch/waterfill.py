@@ -18,6 +18,8 @@ class Dispatch:
         self._least = self._sorted[0]
         self._most = self._sorted[-1]
         self._at_least = self._sorted.count(self._least)
+        self._groups = len(self._decode)
+        self._total = sum(self._decode)
 
     def _fill(self, tokens: int) -> tuple[int, int]:
         """Least level at which `tokens` fit, and the tokens short of filling it."""
@@ -35,6 +37,10 @@ class Dispatch:
         """Largest stacked tokens and largest prefill shard."""
         if tokens <= 0:
             return self._most, 0
+        total = tokens + self._total
+        level = -(-total // self._groups)
+        if level >= self._most:  # every group takes some, the usual case
+            return level, level - self._least - (level * self._groups - total >= self._at_least)
         level, excess = self._fill(tokens)
         return max(level, self._most), level - self._least - (excess >= self._at_least)
 
