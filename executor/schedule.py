@@ -186,9 +186,13 @@ class Schedule:
         for job in [*self.partial, *self._starters()]:
             if budget <= 0:
                 break
-            if job not in self.partial and not self._start(job):
+            starts = job not in self.partial
+            if starts and not self._start(job):
                 break
             chunk = self._chunk(job, budget, load)
+            if chunk is None and starts:
+                self._cancel(job)
+                break
             if chunk is not None:
                 chunks.append(chunk)
                 budget -= chunk.tokens
@@ -204,6 +208,12 @@ class Schedule:
         self.queue.remove(job)
         self.partial.append(job)
         return True
+
+    def _cancel(self, job: Job) -> None:
+        """A prompt whose first chunk cannot run holds nothing."""
+        self.kv.copies.cancel(job.request)
+        self.partial.remove(job)
+        self.queue.appendleft(job)
 
     def _chunk(self, job: Job, budget: int, load: tuple[int, ...]) -> PrefillChunk | None:
         request = job.request

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from executor_harness import THREADS, generate, hugging_face, prompts, random_split, reference_logits, tiny
 
 from confsim.kv import KvConfig
 from executor.config import Device, Layout, ModelConfig, read_model
 from executor.runtime import Runtime
-from executor_harness import THREADS, generate, hugging_face, prompts, random_split, reference_logits, tiny
 
 TOLERANCE = 1e-4
 OUTPUTS = 6
