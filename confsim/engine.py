@@ -24,6 +24,7 @@ from confsim.slo import Slo
 from confsim.specs import ClusterSpec, GpuSpec, ModelSpec
 from traces.arrivals.base import Arrivals
 from traces.load import Load
+from traces.prefix import chained_ids
 from traces.trace import Trace
 
 
@@ -255,4 +256,4 @@ class Run:
 def _block_ids(simulation: Simulation, load: Load) -> list[tuple[int, ...]]:
     if not simulation.kv.prefix_cache or not load.trace.block_tokens:
         return []
-    return [tuple(ids or ()) for ids in load.trace.table["block_ids"].to_pylist()]
+    return [tuple(ids or ()) for ids in chained_ids(load.trace.table["block_ids"]).to_pylist()]

@@ -63,7 +63,10 @@ class Fill:
         if self._static:
             return want
         seconds = self._cost.predictor(self._load, self._dispatch, request, self.planned)
-        return most(seconds, self._target_s, want, self._guess)
+        tokens = most(seconds, self._target_s, want, self._guess)
+        if not tokens and not self.chunks and not self._load.total:
+            return min(want, self._block_tokens)  # no chunk meets the target at this depth, and nothing else runs
+        return tokens
 
     def add(self, request: Request, tokens: int, last: bool, group: int) -> None:
         """Take a chunk in."""
