@@ -83,7 +83,8 @@ def print_summary(console: Console, summary: dict[str, Any], folder: Path, wall_
     print_warnings(console, summary.get("warnings", []))
     speed = summary["iterations"] / wall_s if wall_s else 0.0
     console.print(
-        f"{summary['iterations']:,} iterations, {seconds(summary['simulated_s'])} simulated in {wall_s:.1f} s "
+        f"{summary['iterations']:,} iterations, {seconds(summary['simulated_s'])} simulated in {wall_s:.1f} s, "
+        f"utilisation {share(summary.get('utilisation'))} "
         f"({speed:,.0f} iterations/s, loading and files included)",
         highlight=False,
     )

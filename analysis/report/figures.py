@@ -57,7 +57,7 @@ def _limit(axis: str, value: float, text: str) -> dict[str, Any]:
         "textangle": 0,
         "font": {"color": LIMIT_COLOUR, "size": 12},
     }
-    label |= {"xanchor": "left", "yanchor": "bottom"} if axis == "x" else {"xanchor": "right", "yanchor": "bottom"}
+    label |= {"xanchor": "right", "yanchor": "bottom"}
     ends = {f"{axis}0": value, f"{axis}1": value, f"{other}0": 0, f"{other}1": 1, f"{other}ref": "paper"}
     return {"type": "line", "line": line, "label": label, **ends}
 
@@ -289,7 +289,7 @@ def distribution(runs: Sequence[Run], key: str, title: str, limit_key: str, pale
     )
     if len(data) > LEGEND_ABOVE:
         layout["legend"] = {"x": 1.02, "y": 1}
-    shapes = [_limit("x", limit, f" SLO {_time(limit)}") for limit in limits]
+    shapes = [_limit("x", limit, f"SLO {_time(limit)} ") for limit in limits]
     return {"data": data, "layout": {**layout, "shapes": shapes}}
 
 

@@ -214,7 +214,8 @@ def _goodput_section(page: Page, results: Results, palette: dict[str, str]) -> N
 
 def _goodput_table(page: Page, goodput: Goodput) -> None:
     head = ["scheme", "goodput, req/s", "latency band", "per GPU", "attainment", "zero-load attainment"]
-    head += [f"{title} {name.upper()}" for title in ("TTFT", "TBT", "largest gap") for name in PERCENTILES]
+    head += [f"{title} {name.upper()}" for title in ("TTFT", "TBT") for name in PERCENTILES]
+    head += ["largest gap P95", "utilisation"]
     rows = []
     for name, entry in goodput.content["schemes"].items():
         chosen = ", ".join(
@@ -224,7 +225,9 @@ def _goodput_table(page: Page, goodput: Goodput) -> None:
         value = "0, structural" if entry["structural"] else rate(entry["goodput"])
         row = [label, f"<b>{value}</b>", _band(entry), rate(entry["goodput_per_gpu"]), share(entry["attainment"])]
         row.append(share(entry["zero_load"]["attainment"]))
-        rows.append(row + [cell for key in ("ttft_s", "gap_s", "max_gap_s") for cell in _percentiles(entry, key)])
+        row += [cell for key in ("ttft_s", "gap_s") for cell in _percentiles(entry, key)]
+        row += [_percentiles(entry, "max_gap_s")[1], share(entry.get("utilisation"))]
+        rows.append(row)
     page.table(head, rows)
 
 
@@ -282,7 +285,10 @@ def _simulation_section(page: Page, results: Results, palette: dict[str, str]) -
     page.heading("Runs")
     page.figure(draw.simulated_attainment(results.simulations, palette))
     head = ["run", "attainment", "requests", "completed", "rejected", "unfinished", "preempted"]
-    head += [f"{title} {name.upper()}" for title in ("TTFT", "TBT") for name in PERCENTILES] + ["missed by"]
+    head += [f"{title} {name.upper()}" for title in ("TTFT", "TBT") for name in PERCENTILES] + [
+        "utilisation",
+        "missed by",
+    ]
     page.table(head, (_run_row(run) for run in results.simulations), [len(head) - 1])
 
 
@@ -292,7 +298,7 @@ def _run_row(run: Run) -> list[str]:
     row = [escape(run.name), f'<span class="{"good" if met else "bad"}">{share(summary["attainment"])}</span>']
     row += [f"{counts.get(key, 0):,}" for key in ("injected", "completed", "rejected", "unfinished", "preempted")]
     row += [cell for key in ("ttft_s", "gap_s") for cell in _percentiles(summary, key)]
-    return [*row, _missed(summary["missed_by"])]
+    return [*row, share(summary.get("utilisation")), _missed(summary["missed_by"])]
 
 
 def _distributions(page: Page, results: Results, palette: dict[str, str]) -> None:

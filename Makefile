@@ -1,0 +1,44 @@
+# make goodput  the main job on a synthetic trace: goodput of two schemes, a table and an HTML report
+# make test     the whole test suite         (ARGS="tests/analysis -k report" for a part of it)
+# make lint     ruff and mypy
+# make bench    the speed benchmarks
+# make clean    remove the environment and what was built
+
+VENV := .venv
+PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,\
+	$(shell command -v $(name) >/dev/null 2>&1 && $(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' && echo $(name))))
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+ARGS ?=
+
+.PHONY: goodput test lint bench clean
+
+goodput: $(VENV)/.base
+	$(VENV)/bin/confsim goodput $(ARGS)
+
+test: $(VENV)/.test
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+lint: $(VENV)/.test
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+bench: $(VENV)/.test
+	$(VENV)/bin/python -m pytest tests/benchmarks --benchmark-only $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(VENV)/bin/python:
+	@test -n "$(PYTHON)" || { echo "confsim needs Python 3.11 or newer: set PYTHON=/path/to/python3" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.base: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing confsim into $(VENV)"
+	@$(PIP) -e .
+	@touch $@
+
+$(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing confsim and its test extras into $(VENV) (a few minutes, once)"
+	@$(PIP) -e '.[test]'
+	@touch $(VENV)/.base $@
