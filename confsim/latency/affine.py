@@ -9,6 +9,7 @@ from typing import Any
 
 from confsim.errors import InputError
 from confsim.latency.base import DecodeLine
+from confsim.latency.share import SmShares
 from confsim.specs import GpuSpec, ModelSpec
 
 
@@ -45,6 +46,10 @@ class AffineLatency:
     def linear_s(self, tokens: int) -> float:
         """Affine in the stacked tokens of a group."""
         return self.linear_base_s + self.linear_token_s * tokens if tokens else 0.0
+
+    def collective_s(self, tokens: int) -> float:
+        """The law tells no all-reduces apart."""
+        return 0.0
 
     def decode_attention_s(self, sequences: int, context_tokens: int) -> float:
         """Affine in the sequences and in the context that they read together."""
@@ -110,9 +115,12 @@ class AffineLatencyConfig:
     prefill_slowdown: float = 1.5
     decode_slowdown: float = 1.0 / 0.9
     noise: float = 0.0
+    shares: SmShares = field(default_factory=SmShares)
 
     def __post_init__(self) -> None:
         for item in fields(self):
+            if item.name == "shares":
+                continue
             value = getattr(self, item.name)
             least = 1.0 if item.name.endswith("slowdown") else 0.0
             if not (math.isfinite(value) and value >= least):
@@ -126,5 +134,5 @@ class AffineLatencyConfig:
     def compile(self, model: ModelSpec, gpu: GpuSpec, tp: int, sp: int) -> AffineLatency:
         """The law on `sp` groups of `tp` GPUs; the head rule is checked, nothing else of model and GPU is used."""
         model.split_heads(tp, sp)
-        coefficients = {key: value for key, value in asdict(self).items() if key != "noise"}
+        coefficients = {key: value for key, value in asdict(self).items() if key not in ("noise", "shares")}
         return AffineLatency(tp=tp, sp=sp, **coefficients)

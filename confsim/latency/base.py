@@ -17,7 +17,8 @@ class LatencyModel(Protocol):
     """Times of a forward pass (all layers) on a layout of `sp` groups of `tp` GPUs; plain floats, microseconds a call.
 
     Every method is monotone in its token arguments and returns finite, non-negative seconds; zero work takes
-    no time. Queries beyond the fitted range follow the last slope and are counted in `extrapolations`.
+    no time. Decode attention also rises with the sequences at the same context each; at the same total context more
+    sequences may take less. Queries beyond the fitted range follow the last slope and are counted in `extrapolations`.
     """
 
     tp: int
@@ -28,6 +29,9 @@ class LatencyModel(Protocol):
 
     def linear_s(self, tokens: int) -> float:
         """Linear layers and elementwise work of `tokens` stacked on one group, its TP all-reduces included."""
+
+    def collective_s(self, tokens: int) -> float:
+        """The TP all-reduces that `linear_s(tokens)` includes."""
 
     def decode_attention_s(self, sequences: int, context_tokens: int) -> float:
         """Decode attention of one group: `sequences` tokens that read `context_tokens` of KV together."""

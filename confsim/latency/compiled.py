@@ -63,7 +63,10 @@ class CompiledLatency:
     prefill_limit: int  # tokens of a chunk that measurements cover
     linear_limit: int
     exchange_limit: int
+    head_limit: int
+    transfer_limit: int
     transfer_step: int  # tokens a step of `transfer`
+    collective: Dense = field(default_factory=lambda: Dense([0.0], 0.0))  # all-reduces within `linear`
     extrapolations: int = 0
     rows: list[DecodeRow | None] = field(default_factory=list)
 
@@ -75,6 +78,13 @@ class CompiledLatency:
             return self.linear.values[tokens]
         except IndexError:
             return self.linear.beyond(tokens)
+
+    def collective_s(self, tokens: int) -> float:
+        """One look-up."""
+        try:
+            return self.collective.values[tokens]
+        except IndexError:
+            return self.collective.beyond(tokens)
 
     def _row(self, sequences: int) -> DecodeRow:
         rows = self.rows
@@ -134,10 +144,11 @@ class CompiledLatency:
 
     def head_s(self, tokens: int) -> float:
         """One look-up."""
+        if tokens > self.head_limit:
+            self.extrapolations += 1
         try:
             return self.head.values[tokens]
         except IndexError:
-            self.extrapolations += 1
             return self.head.beyond(tokens)
 
     def overhead_s(self, sequences: int) -> float:
@@ -146,6 +157,8 @@ class CompiledLatency:
 
     def kv_transfer_s(self, tokens: int) -> float:
         """Linear between steps of `transfer_step` tokens."""
+        if tokens > self.transfer_limit:
+            self.extrapolations += 1
         step, rest = divmod(tokens, self.transfer_step)
         values = self.transfer.values
         if step + 1 < len(values):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from confsim.errors import InputError
 from confsim.latency.compiled import CompiledLatency
 from confsim.latency.profile import PACKAGED, Profile
+from confsim.latency.share import SmShares
 from confsim.specs import GpuSpec, ModelSpec
 
 # Decode keeps this share of its bandwidth on its smallest SM share, by the definition of that share.
@@ -36,6 +37,7 @@ class FittedLatency:
     iteration_overhead_s: float | None = None
     sequence_overhead_s: float | None = None
     noise: float = 0.0
+    shares: SmShares = field(default_factory=SmShares)
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.decode_sm_share < 1.0:
@@ -95,6 +97,7 @@ class FittedLatency:
             "profile_hash": profile.profile_hash,
             "provenance": profile.provenance,
             "errors": profile.errors,
+            "shares": asdict(self.shares),
         }
 
 

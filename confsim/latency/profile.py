@@ -36,7 +36,9 @@ MODEL_FIELDS = (
 )
 DENSE_TOKENS = 65536  # a prefill chunk over all groups
 STACKED_TOKENS = 32768  # tokens stacked on one group
+HEAD_TOKENS = 4096  # tokens that need logits
 TRANSFER_STEP = 64
+COLLECTIVE = "all_reduce"  # the term of `linear` and `once` that is communication
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ class Profile:
         prefill = self.prefill[tp * sp]
         own, cached = _prefill_lists(prefill, layers)
         exchange = self.exchange.get((tp, sp), {})
-        transfer = self.transfer.get((tp, sp), Curve((0.0,), (0.0,)))
+        transfer = self.transfer.get((tp, sp), Curve((1e9,), (0.0,)))  # one group: nothing moves
         measured = int(prefill.own.x[-1])
         linear = _dense(self.linear[tp], STACKED_TOKENS, layers, self.once.get(tp, {}))
         return CompiledLatency(
@@ -176,7 +178,7 @@ class Profile:
             prefill_own=own,
             prefill_cached=cached,
             exchange=_dense(exchange, STACKED_TOKENS, layers),
-            head=_dense(self.head[tp], _limit(self.head[tp], 4096), 1),
+            head=_dense(self.head[tp], HEAD_TOKENS, 1),
             transfer=_dense({"send": transfer}, 4096, layers, step=TRANSFER_STEP),
             iteration_overhead_s=self.iteration_overhead_s if iteration_overhead_s is None else iteration_overhead_s,
             sequence_overhead_s=self.sequence_overhead_s if sequence_overhead_s is None else sequence_overhead_s,
@@ -186,7 +188,12 @@ class Profile:
             prefill_limit=min(measured, DENSE_TOKENS),
             linear_limit=_limit(self.linear[tp], STACKED_TOKENS),
             exchange_limit=_limit(exchange, STACKED_TOKENS),
+            head_limit=_limit(self.head[tp], HEAD_TOKENS),
+            transfer_limit=int(transfer.x[-1]),
             transfer_step=TRANSFER_STEP,
+            collective=_dense(
+                _only(self.linear[tp], COLLECTIVE), STACKED_TOKENS, layers, _only(self.once.get(tp, {}), COLLECTIVE)
+            ),
         )
 
     def _check_layout(self, tp: int, sp: int) -> None:
@@ -198,6 +205,10 @@ class Profile:
                 f"the profile of {self.name} on {self.gpu} has no layout of {sp} groups of {tp} GPUs "
                 f"(cluster.gpus, cluster.tp): it has {layouts}"
             )
+
+
+def _only(terms: Mapping[str, Curve], name: str) -> dict[str, Curve]:
+    return {name: terms[name]} if name in terms else {}
 
 
 def _limit(terms: Mapping[str, Curve], default: int) -> int:

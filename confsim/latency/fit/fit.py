@@ -140,8 +140,7 @@ def _exchange(data: Measurements, kernels: _Kernels | None, model: ModelSpec, tp
 def _transfer(data: Measurements, kernels: _Kernels | None, model: ModelSpec, tp: int, sp: int) -> Curve:
     table = data.transfer
     if table is not None and (table.degree == sp).any():
-        received = stages.TOKENS * stages.missing_kv_bytes(model, tp, sp)
-        return curve_of(stages.TOKENS, stages.Collective(table)(sp, received))
+        return stages.Collective(table).curve(sp, stages.TRANSFER_TOKENS, stages.missing_kv_bytes(model, tp, sp))
     if kernels is None or kernels.all_to_all is None:
         raise InputError(f"the KV transfer was not measured for {sp} groups")
     return stages.transfer_curve(model, tp, sp, kernels.all_to_all)

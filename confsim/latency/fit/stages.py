@@ -23,6 +23,9 @@ TOKENS = np.concatenate(
     ]
 ).astype(np.float64)
 
+# Prompts are longer than chunks.
+TRANSFER_TOKENS = np.concatenate([TOKENS, [49152, 65536, 98304, 131072]]).astype(np.float64)
+
 
 def gemm_shapes(model: ModelSpec, tp: int) -> dict[str, tuple[int, int]]:
     """(n, k) of the four GEMMs of a layer on one GPU of a `tp` group; KV projections replicated where heads are."""
@@ -95,6 +98,12 @@ class Collective:
             options.append(np.interp(size, where, times) * np.maximum(size / where[-1], 1.0))
         return np.asarray(np.minimum.reduce(options), dtype=np.float64)
 
+    def curve(self, degree: int, tokens: Floats, token_bytes: float, times: float = 1.0) -> Curve:
+        """Seconds of `times` such collectives by tokens of `token_bytes` each, as far as sizes were measured."""
+        most = min(float(table.bytes[table.degree == degree].max(initial=0)) for table in self.tables)
+        inside = tokens[tokens * token_bytes <= max(most, token_bytes * tokens[0])]
+        return curve_of(inside, times * self(degree, inside * token_bytes))
+
     def held_out(self) -> dict[str, Any]:
         """Every inner size predicted from its neighbours, all degrees."""
         predicted, measured = [], []
@@ -135,7 +144,7 @@ def linear_terms(
     if quantise:
         terms["quantise"] = curve_of(TOKENS, sum_of(elementwise, quantise))
     if tp > 1 and all_reduce is not None:
-        terms["all_reduce"] = curve_of(TOKENS, 2.0 * all_reduce(tp, TOKENS * _reduced(model)))
+        terms["all_reduce"] = all_reduce.curve(tp, TOKENS, _reduced(model), times=2.0)
     return terms
 
 
@@ -153,7 +162,7 @@ def once_terms(model: ModelSpec, tp: int, elementwise: Elementwise, all_reduce: 
     size = 2 * model.hidden_size * model.itemsize
     terms = {"embedding": curve_of(TOKENS, elementwise(TOKENS * size))}
     if tp > 1 and all_reduce is not None:
-        terms["all_reduce"] = curve_of(TOKENS, all_reduce(tp, TOKENS * _reduced(model)))
+        terms["all_reduce"] = all_reduce.curve(tp, TOKENS, _reduced(model))
     return terms
 
 
@@ -169,7 +178,7 @@ def head_terms(
     gemm = np.exp(np.interp(np.log(tokens), np.log(surface.m_grid), np.log(times)))
     terms = {"gemm": curve_of(tokens, gemm), "norm": curve_of(tokens, elementwise(tokens * 4 * _reduced(model)))}
     if tp > 1 and all_gather is not None:
-        terms["gather"] = curve_of(tokens, all_gather(tp, tokens * model.vocab_size * model.itemsize))
+        terms["gather"] = all_gather.curve(tp, tokens, model.vocab_size * model.itemsize)
     return terms
 
 
@@ -182,8 +191,8 @@ def exchange_terms(
     second = output_exchange_bytes(1, heads, d, b, tp)
     pack = sum(2.0 * elementwise(TOKENS * 2 * size) for size in (first, second))
     return {
-        "qkv": curve_of(TOKENS, all_to_all(sp, TOKENS * first)),
-        "output": curve_of(TOKENS, all_to_all(sp, TOKENS * second)),
+        "qkv": all_to_all.curve(sp, TOKENS, first),
+        "output": all_to_all.curve(sp, TOKENS, second),
         "pack": curve_of(TOKENS, np.asarray(pack)),
     }
 
@@ -201,7 +210,7 @@ def transfer_curve(model: ModelSpec, tp: int, sp: int, receive: Collective) -> C
     In an all-to-all over P ranks a buffer of S bytes brings S * (P - 1) / P into each rank; the transfer of a layer
     takes as long as the all-to-all that brings as much. Derived: many-to-one was not measured.
     """
-    received = TOKENS * missing_kv_bytes(model, tp, sp)
-    if not received[0]:
-        return curve_of(TOKENS, np.zeros(len(TOKENS)))
-    return curve_of(TOKENS, receive(sp, received * sp / (sp - 1)))
+    missing = missing_kv_bytes(model, tp, sp)
+    if not missing:
+        return curve_of(TRANSFER_TOKENS, np.zeros(len(TRANSFER_TOKENS)))
+    return receive.curve(sp, TRANSFER_TOKENS, missing * sp / (sp - 1))
