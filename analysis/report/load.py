@@ -106,7 +106,7 @@ def _load(paths: Sequence[Path]) -> Results:
             budget -= len(goodput.runs)
             goodputs.append(goodput)
         elif "attainment" not in content:
-            skipped.append(f"{path.parent}: results of kind '{content.get('kind')}' are not drawn")
+            skipped.append(f"{path.parent}: results of kind {content.get('kind')} are not drawn")
         else:
             simulations.append(_run(path.parent, content, budget > 0))
             budget -= 1
