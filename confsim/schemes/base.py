@@ -13,6 +13,7 @@ import simpy
 from confsim.backend import Backend
 from confsim.kv import BlockPool, KvConfig
 from confsim.latency.base import LatencyModel
+from confsim.latency.share import SmShares
 from confsim.ledger import Ledger
 from confsim.memory import KvCapacity, kv_capacity
 from confsim.model_backend import Cost, Noise
@@ -28,6 +29,10 @@ class LatencySource(Protocol):
     @property
     def noise(self) -> float:
         """Relative standard deviation of the time charged around its prediction."""
+
+    @property
+    def shares(self) -> SmShares:
+        """What a part of a GPU's SMs does to these times."""
 
     def describe(self, model: ModelSpec, gpu: GpuSpec) -> Mapping[str, Any]:
         """`profile_hash`, provenance and errors, as plain JSON data."""
