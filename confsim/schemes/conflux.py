@@ -12,18 +12,23 @@ from confsim.kv import InPlaceKv, MigratingKv
 from confsim.parallel import split_heads
 from confsim.schemes.base import Instance, KvReport, Setup, group_kv
 from confsim.schemes.cobatch import CoBatchInstance
-from confsim.schemes.cost import CoBatchCost, in_turn, overlapped
+from confsim.schemes.cost import CoBatchCost, in_turn
 from confsim.schemes.fill import Limits
+from confsim.schemes.sm_split import attention_stage
 
 
 @dataclass(frozen=True)
 class Conflux:
-    """Options of `scheme=conflux`; the last three switch parts of it off, for ablations."""
+    """Options of `scheme=conflux`; the last three switch parts of it off, for ablations.
+
+    `sm_split` is how the attention stage shares the SMs (`confsim.schemes.sm_split`).
+    """
 
     name: str = "conflux"
     max_batched_tokens: int = 8192
     max_partial_prefills: int = 4
     async_schedule: bool = True
+    sm_split: str = "paper"
     overlap: bool = True
     spread_decode: bool = False
     co_batch: bool = True
@@ -31,9 +36,10 @@ class Conflux:
     def build(self, setup: Setup) -> Instance:
         """One lockstep loop over the cluster's groups."""
         tp, sp = setup.cluster.tp, setup.cluster.groups
+        stage = attention_stage(self.sm_split, setup.latency.shares, setup.gpu)
         cost = CoBatchCost(
             setup.latency_of(tp, sp),
-            overlapped if self.overlap else in_turn,
+            stage if self.overlap else in_turn,
             self.co_batch,
             self.async_schedule,
             setup.latency_of(tp * sp, 1) if self.spread_decode else None,

@@ -67,6 +67,7 @@ class CoBatchCost:
 
     `spread` is set where decodes are spread over the groups like prefill: the latency model of all GPUs as one head
     split, which gives their attention. `co_batch` false runs the linear layers of the two phases one after the other.
+    With `joint_exchange` the spread decodes share the all-to-alls of prefill instead of paying for their own.
     """
 
     latency: LatencyModel
@@ -74,6 +75,7 @@ class CoBatchCost:
     co_batch: bool = True
     async_schedule: bool = True
     spread: LatencyModel | None = None
+    joint_exchange: bool = False
     slower_overlaps: int = 0  # iterations in which overlap was slower than running the paths in turn
     _load_key: list[tuple[int, int]] = field(default_factory=list)
     _load: DecodeLoad = NO_DECODES
@@ -90,7 +92,7 @@ class CoBatchCost:
             batch = batches[0]
             share, rest = divmod(batch.count, self.latency.sp)
             counts = tuple(share + (group < rest) for group in range(self.latency.sp))
-            exchange_s = self.latency.all_to_all_s(counts[0])
+            exchange_s = 0.0 if self.joint_exchange else self.latency.all_to_all_s(counts[0])
             attention_s = self.spread.decode_attention_s(batch.count, batch.context_tokens)
             return DecodeLoad(counts, counts[0], batch.count, exchange_s + attention_s)
         counts = tuple([batch.count for batch in batches])
@@ -113,6 +115,8 @@ class CoBatchCost:
         if not load.total:
             return 0.0
         gpu_s = self.linear_s(load, load.peak, 0) + load.attention_s + self.latency.head_s(load.peak)
+        if self.joint_exchange:
+            gpu_s += self.latency.all_to_all_s(load.peak)
         return gpu_s + self.exposed_s(load.total, gpu_s)
 
     def predictor(
@@ -129,12 +133,12 @@ class CoBatchCost:
         head_s = latency.head_s(load.peak + planned.firsts)
         last_head_s = latency.head_s(load.peak + planned.firsts + 1)
         overhead_s = latency.overhead_s(load.total + planned.chunks + 1)
-        hidden = self.async_schedule
+        hidden, joint = self.async_schedule, self.joint_exchange
         apart_s = 0.0 if co_batch else latency.linear_s(load.peak)
 
         def seconds(tokens: int) -> float:
             stacked, shard = peak(before + tokens)
-            gpu_s = stage(exchange(shard), before_s + prefill(tokens, cached), decode_s, latency)
+            gpu_s = stage(exchange(stacked if joint else shard), before_s + prefill(tokens, cached), decode_s, latency)
             gpu_s += linear(stacked) if co_batch else linear(shard) + apart_s
             gpu_s += last_head_s if tokens == rest else head_s
             if hidden:
@@ -166,7 +170,7 @@ class CoBatchCost:
             transfer_s = max(latency.kv_transfer_s(tokens) for tokens in arriving.values())
         stacked = max(map(add, shards, load.counts))
         shard = max(shards)
-        communication_s = latency.all_to_all_s(shard)
+        communication_s = latency.all_to_all_s(stacked if self.joint_exchange else shard)
         stage_s = self.stage(communication_s, attention_s, load.attention_s, latency)
         self.slower_overlaps += stage_s > communication_s + attention_s + load.attention_s
         linear_s = self.linear_s(load, stacked, shard)
