@@ -80,6 +80,7 @@ class Simulation:
         run.execute(None if probe else self.horizon_s, check)
         result = run.result()
         timing = summary.timing(run.ledger, perf_counter() - began)
+        run.close()
         return replace(result, timing=timing)
 
     def zero_load(self, requests: int = 200) -> Result:
@@ -230,6 +231,12 @@ class Run:
             self.ledger.reject(request, reason, self.env.now)
         else:
             target.submit(request)
+
+    def close(self) -> None:
+        """Let go of what the result does not need."""
+        self.ledger.forget()
+        for instance in self.instances:
+            instance.close()
 
     # Outcome
 

@@ -159,6 +159,11 @@ class Ledger:
         for callback in self.on_end:
             callback(request, time_s)
 
+    def forget(self) -> None:
+        """Let go of everything, once the result is out."""
+        self.requests, self.timelines, self.tracks, self.on_end = [], [], [], []
+        self.schedule_pass_s = array("d")
+
     def token_times(self, request: Request) -> npt.NDArray[np.float64]:
         """Seconds of every token that is out, ascending."""
         parts = []

@@ -26,7 +26,7 @@ class DecodeLoop:
         self.starts: dict[int, int] = {}  # request -> step of its first token here
         self._ends: list[tuple[int, int, int]] = []  # (steps when it ends, request, start)
         self._running: dict[int, Request] = {}
-        self._residues = [[0] * block_tokens for _ in range(groups)]  # decodes by the step that needs a block
+        self._residues = [[0] * groups for _ in range(block_tokens)]  # decodes by the step that needs a block, by group
         self._prepaid = [0] * groups  # joined since the last step with that block reserved already
         self.grown = False  # blocks for the next step are taken
 
@@ -43,7 +43,7 @@ class DecodeLoop:
         batch.members[request.id] = request
         self.starts[request.id] = step
         self._running[request.id] = request
-        self._residues[group][(step - stored) % self.block_tokens] += 1
+        self._residues[(step - stored) % self.block_tokens][group] += 1
         if stored % self.block_tokens == 0:
             self._prepaid[group] += 1
         heappush(self._ends, (step + tokens_left, request.id, step))
@@ -60,7 +60,7 @@ class DecodeLoop:
         batch.count -= 1
         batch.context_tokens -= stored + 1 + steps
         del batch.members[request.id]
-        self._residues[request.group][(start - stored) % self.block_tokens] -= 1
+        self._residues[(start - stored) % self.block_tokens][request.group] -= 1
         if steps == 0 and stored % self.block_tokens == 0:
             self._prepaid[request.group] -= 1
         if steps:
@@ -70,8 +70,12 @@ class DecodeLoop:
 
     def growth(self, group: int, ahead: int = 0) -> int:
         """Blocks that the group's decodes need for the step `ahead` steps from the next one."""
-        need = self._residues[group][(len(self.times) + ahead) % self.block_tokens]
+        need = self._residues[(len(self.times) + ahead) % self.block_tokens][group]
         return need if ahead else need - self._prepaid[group]
+
+    def grows(self) -> bool:
+        """Whether any decode needs a block for the next step."""
+        return self._residues[len(self.times) % self.block_tokens] != self._prepaid
 
     def steps_to_end(self) -> int:
         """Steps until the next decode ends; the ends of preempted requests count as such."""

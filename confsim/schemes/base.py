@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -122,6 +122,7 @@ class Instance(ABC):
         self.ledger = setup.ledger
         self.outstanding_requests = 0
         self.outstanding_tokens = 0  # prompt tokens of requests that have not ended
+        self._loops: list[Generator[simpy.Event, Any, None]] = []
 
     @abstractmethod
     def refusal(self, prompt_tokens: int, output_tokens: int) -> str:
@@ -143,6 +144,17 @@ class Instance(ABC):
             AssertionError: if a pool's books do not balance.
         """
 
+    def spawn(self, loop: Generator[simpy.Event, Any, None]) -> None:
+        """Run a loop as a SimPy process until `close`."""
+        self._loops.append(loop)
+        self.env.process(loop)
+
+    def close(self) -> None:
+        """End the loops, which wait for events that will never come and would keep the instance in memory."""
+        for loop in self._loops:
+            loop.close()
+        self._loops.clear()
+
     def counters(self) -> dict[str, int]:
         """What the scheme counts of its own, for the summary."""
         return {}
@@ -155,10 +167,20 @@ class Instance(ABC):
 
     def submit(self, request: Request) -> None:
         """Take a request and keep the router's counts."""
+        self._count(request)
+        self.enqueue(request)
+
+    def preload(self, request: Request, gpu: int) -> bool:
+        """Take a request whose prompt's KV exists: it decodes from the next iteration on, where those of `gpu` do.
+
+        False: no KV for it.
+        """
+        return False
+
+    def _count(self, request: Request) -> None:
         self.outstanding_requests += 1
         self.outstanding_tokens += request.prompt_tokens
         request.instance = self.setup.instance
-        self.enqueue(request)
 
     def complete(self, request: Request, time_s: float) -> None:
         """A request's last token is out."""

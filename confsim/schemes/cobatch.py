@@ -60,7 +60,7 @@ class CoBatchInstance(Instance):
         self._aside: list[Request] = []  # taken from the queue in this pass and not planned
         self._blocked = False  # the head of the queue waits for KV
         self._wake: simpy.Event | None = None
-        self.env.process(self._run())
+        self.spawn(self._run())
 
     # What an engine and routers ask
 
@@ -72,6 +72,21 @@ class CoBatchInstance(Instance):
         """Queue a request and wake the loop if it is idle."""
         self._queue.push(request)
         self._rouse()
+
+    def preload(self, request: Request, gpu: int) -> bool:
+        """Let a request decode on the group of a GPU, as if its prompt had just been prefilled."""
+        if not self._start(request):
+            return False
+        group = gpu * len(self.kv.pools) // self.setup.cluster.gpus
+        if not self.kv.place(request, group):
+            self._cancel(request)
+            return False
+        self._count(request)
+        request.prefilled = request.target_tokens
+        request.group = group
+        self._land(request)
+        self._rouse()
+        return True
 
     def pools(self) -> tuple[BlockPool, ...]:
         """Every KV pool."""
@@ -152,15 +167,16 @@ class CoBatchInstance(Instance):
 
     def _grow_ahead(self, steps: int) -> int:
         """Take the blocks of up to `steps` further iterations; returns the iterations that have theirs."""
+        loop, pools, units = self.loop, self.kv.pools, self.kv.units_per_block
+        groups = range(len(pools))
         for ahead in range(1, steps + 1):
-            needs = [self.loop.growth(group, ahead) for group in range(len(self.kv.pools))]
-            if any(
-                need * self.kv.units_per_block > pool.available for need, pool in zip(needs, self.kv.pools, strict=True)
-            ):
+            needs = [loop.growth(group, ahead) for group in groups]
+            if not any(needs):
+                continue
+            if any(needs[group] * units > pools[group].available for group in groups):
                 return ahead
-            for group, need in enumerate(needs):
-                if need:
-                    self.kv.grow(group, need)
+            for group in groups:
+                self.kv.grow(group, needs[group])
         return steps + 1
 
     def _rouse(self) -> None:
@@ -194,7 +210,8 @@ class CoBatchInstance(Instance):
     def _grow(self) -> bool:
         """Blocks for every decode's next token, preempting where they are short; false: a transfer must end first."""
         loop, kv = self.loop, self.kv
-        if loop.grown:
+        if loop.grown or not loop.grows():
+            loop.grown = True
             return True
         for group in range(len(kv.pools)):
             while (need := loop.growth(group)) > 0 and not kv.grow(group, need):
@@ -402,7 +419,10 @@ class CoBatchInstance(Instance):
     # Recording
 
     def _used_blocks(self) -> int:
-        return sum(pool.held for pool in self.kv.pools) // self.kv.units_per_block
+        held = 0
+        for pool in self.kv.pools:
+            held += pool.held
+        return held // self.kv.units_per_block
 
     def _record(self, start_s: float, plan: IterationPlan, load: DecodeLoad, timing: IterationTiming) -> None:
         context = 0

@@ -23,24 +23,22 @@ class Dispatch:
 
     def _fill(self, tokens: int) -> tuple[int, int]:
         """Least level at which `tokens` fit, and the tokens short of filling it."""
+        groups = self._groups
+        level = -(-(tokens + self._total) // groups)
+        if level >= self._most:  # every group takes some, the usual case
+            return level, level * groups - tokens - self._total
         total = tokens
         for count, decode in enumerate(self._sorted):
             if count and total <= decode * count:  # filled before this group is reached
                 level = -(-total // count)
                 return level, level * count - total
             total += decode
-        groups = len(self._sorted)
-        level = -(-total // groups)
-        return level, level * groups - total
+        raise AssertionError("the level lies above every group, which was ruled out")
 
     def peak(self, tokens: int) -> tuple[int, int]:
         """Largest stacked tokens and largest prefill shard."""
         if tokens <= 0:
             return self._most, 0
-        total = tokens + self._total
-        level = -(-total // self._groups)
-        if level >= self._most:  # every group takes some, the usual case
-            return level, level - self._least - (level * self._groups - total >= self._at_least)
         level, excess = self._fill(tokens)
         return max(level, self._most), level - self._least - (excess >= self._at_least)
 
@@ -49,12 +47,15 @@ class Dispatch:
         if tokens <= 0:
             return (0,) * len(self._decode)
         level, excess = self._fill(tokens)
-        shares = [max(0, level - decode) for decode in self._decode]
-        by_load = sorted(range(len(shares)), key=self._decode.__getitem__)
-        for group in by_load[:excess]:
-            shares[group] -= 1
+        shares = [level - decode if level > decode else 0 for decode in self._decode]
+        if excess:
+            by_load = sorted(range(len(shares)), key=self._decode.__getitem__)
+            for group in by_load[:excess]:
+                shares[group] -= 1
         return tuple(shares)
 
     def capacity(self, level: int) -> int:
         """Tokens that keep every group that takes some at `level` or below."""
+        if level >= self._most:
+            return level * self._groups - self._total
         return sum(max(0, level - decode) for decode in self._decode)
