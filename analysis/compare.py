@@ -27,6 +27,7 @@ DESCRIPTION = (
     "policy",
 )  # of a summary, the same for every scheme
 FILE = "goodput.json"
+SHORT_SPAN = 20  # TTFT limits; requests that arrive within fewer can wait out a queue that would grow for ever
 
 
 class Listener(Protocol):
@@ -319,6 +320,12 @@ def _warnings(state: _State, settings: SearchSettings, target: float, summary: d
         found.append(
             f"zero-load attainment is {zero.attainment:.1%} ({zero.requests} of {zero.of} requests, each alone), "
             f"below the target of {target:.0%}: {cause}"
+        )
+    span_s = summary["requests"]["injected"] / curve.goodput if curve.goodput else None
+    if span_s is not None and span_s < SHORT_SPAN * summary["slo"]["ttft_s"]:
+        found.append(
+            f"at the goodput all {summary['requests']['injected']} requests arrive within {span_s:.3g} s: "
+            "a burst rather than a steady load, use a longer trace"
         )
     if state.full is not None and not state.full.probe.passed:
         found.append(

@@ -1,0 +1,193 @@
+"""Goodput of real schemes on small loads, with and without worker processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from analysis.compare import compare
+from analysis.pool import Pool, WorkerError
+from analysis.runner import FullRun, Job, Runner, sample_by_length, scaled
+from confsim.api import load_trace
+from confsim.configuration import compose
+from confsim.errors import InputError
+
+SMALL = [
+    "trace=fixed",
+    "trace.requests=300",
+    "trace.prompt_tokens=4096",
+    "trace.output_tokens=24",
+    "arrivals=poisson",
+    "goodput.tolerance=0.1",
+    "goodput.zero_load_requests=8",
+]
+
+
+class Log:
+    """A listener that remembers."""
+
+    def __init__(self) -> None:
+        self.started_tasks = 0
+        self.probes: list[tuple[str, float]] = []
+        self.goodputs: dict[str, float] = {}
+
+    def started(self, scheme: str, tasks: int) -> None:
+        self.started_tasks += tasks
+
+    def probed(self, scheme: str, values: dict[str, Any], probe: Any) -> None:
+        self.probes.append((scheme, probe.rate))
+
+    def finished(self, scheme: str, goodput: float) -> None:
+        self.goodputs[scheme] = goodput
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path, Log]:
+    folder, log = tmp_path_factory.mktemp("goodput"), Log()
+    result = compare(compose([*SMALL, "goodput.workers=1"], "goodput"), folder, log)
+    return result, folder, log
+
+
+def test_goodput_json_has_what_a_reader_needs(found: tuple[dict[str, Any], Path, Log]):
+    result, folder, _ = found
+    assert json.loads((folder / "goodput.json").read_text()) == json.loads(json.dumps(result, allow_nan=False))
+    assert result["kind"] == "goodput"
+    assert list(result["schemes"]) == ["conflux", "chunked_prefill"]
+    for name, scheme in result["schemes"].items():
+        rates = [probe["rate"] for probe in scheme["probes"]]
+        assert rates == sorted(rates)
+        passed = [probe["rate"] for probe in scheme["probes"] if probe["passed"]]
+        failed = [probe["rate"] for probe in scheme["probes"] if not probe["passed"]]
+        assert scheme["goodput"] == max(rate for rate in passed if rate < min(failed))
+        assert min(failed) <= scheme["goodput"] * 1.1
+        assert scheme["goodput_per_gpu"] == scheme["goodput"] / 4
+        assert scheme["attainment"] >= 0.95
+        assert scheme["zero_load"] == {"attainment": 1.0, "requests": 8, "of": 300}
+        summary = json.loads((folder / name / "summary.json").read_text())
+        assert summary["attainment"] == scheme["attainment"]
+        assert summary["ttft_s"] == scheme["ttft_s"]
+    assert result["provenance"]["config"]["goodput"]["tolerance"] == 0.1
+    assert {"seed", "versions", "git_commit", "git_dirty", "profile_hash", "trace"} <= set(result["provenance"])
+
+
+def test_s14_goodput_carries_a_band_and_utilisation(found: tuple[dict[str, Any], Path, Log]):
+    """Longer latencies lower the goodput and shorter ones raise it, each by about its share or more."""
+    for scheme in found[0]["schemes"].values():
+        band = scheme["band"]
+        assert 0.01 < band["latency_error"] < 0.2
+        assert band["low"]["goodput"] < scheme["goodput"] < band["high"]["goodput"]
+        assert 0.3 < scheme["utilisation"] <= 1.0
+
+
+def test_a_load_shorter_than_a_few_ttfts_is_warned_about(found: tuple[dict[str, Any], Path, Log]):
+    """300 requests at about 20 req/s are one burst of 15 s."""
+    for scheme in found[0]["schemes"].values():
+        assert any("arrive within" in line and "use a longer trace" in line for line in scheme["warnings"])
+
+
+def test_listener_hears_of_every_run(found: tuple[dict[str, Any], Path, Log]):
+    result, _, log = found
+    assert log.started_tasks == len(log.probes)
+    assert log.goodputs == {name: scheme["goodput"] for name, scheme in result["schemes"].items()}
+
+
+def test_results_do_not_depend_on_the_number_of_workers(found: tuple[dict[str, Any], Path, Log], tmp_path: Path):
+    parallel = compare(compose([*SMALL, "goodput.workers=2"], "goodput"), tmp_path)
+    assert parallel["schemes"] == found[0]["schemes"]
+    for name in parallel["schemes"]:
+        for file in ("requests.parquet", "iterations.parquet"):
+            assert (tmp_path / name / file).read_bytes() == (found[1] / name / file).read_bytes()
+        first, second = (json.loads((folder / name / "summary.json").read_text()) for folder in (tmp_path, found[1]))
+        for summary in (first, second):  # a checkout that somebody works in may change between two processes
+            summary["provenance"] = {k: v for k, v in summary["provenance"].items() if not k.startswith("git_")}
+        assert first == second
+
+
+def test_an_slo_that_nobody_can_meet_is_a_structural_zero(tmp_path: Path):
+    overrides = ["slo.ttft_s=0.0001", "schemes=[conflux]", "goodput.workers=1"]
+    result = compare(compose([*SMALL, *overrides], "goodput"), tmp_path)
+    scheme = result["schemes"]["conflux"]
+    assert scheme["goodput"] == 0 and scheme["structural"]
+    assert scheme["zero_load"]["attainment"] == 0.0
+    assert scheme["attainment"] is None and scheme["band"] is None
+    assert any("structural" in line for line in scheme["warnings"])
+    assert any("goodput.min_rate" in line for line in scheme["warnings"])
+
+
+def test_tuned_search_reports_what_it_chose(tmp_path: Path):
+    overrides = ["schemes=[chunked_prefill]", "scheme.chunk_tokens=tuned", "goodput.workers=1", "goodput.band=false"]
+    result = compare(compose([*SMALL, *overrides], "goodput"), tmp_path)
+    scheme = result["schemes"]["chunked_prefill"]
+    best = max(candidate["goodput"] for candidate in scheme["candidates"])
+    assert scheme["goodput"] == best
+    assert scheme["config"]["chunk_tokens"] == scheme["chosen"]["scheme.chunk_tokens"]
+    assert isinstance(scheme["config"]["chunk_tokens"], int)
+
+
+def case(*overrides: str) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(compose([*SMALL[:5], *overrides]), resolve=True)  # type: ignore[return-value]
+
+
+def test_a_latency_factor_divides_the_times_of_a_case_and_multiplies_its_rate():
+    plain = {**case("warmup_s=10"), "horizon_s": None}
+    slowed = scaled(plain, 2.0)
+    assert slowed["slo"]["ttft_s"] == plain["slo"]["ttft_s"] / 2
+    assert slowed["slo"]["tbt_s"] == plain["slo"]["tbt_s"] / 2
+    assert slowed["slo"]["attainment"] == plain["slo"]["attainment"]
+    assert slowed["warmup_s"] == 5
+    assert scaled(plain, 1.0) is plain
+    run = Runner([plain])(Job(0, "full", 2.0, latency_factor=2.0))
+    assert isinstance(run, FullRun)
+    assert run.probe.rate == 2.0
+    assert run.summary["provenance"]["arrivals"]["rate"] == 4.0
+
+
+def test_sample_takes_equal_steps_through_the_lengths():
+    trace = load_trace(compose(["trace=conversation", "trace.requests=1000"]))
+    sample = sample_by_length(trace, 50)
+    everything = sorted(trace.table["prompt_tokens"].to_pylist())
+    chosen = sorted(sample.table["prompt_tokens"].to_pylist())
+    assert chosen == everything[10::20]
+    arrivals = sample.table["arrival_s"].to_pylist()
+    assert arrivals == sorted(arrivals)
+    assert sample_by_length(trace, 5000) is trace
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_mistakes_in_a_case_reach_the_caller(workers: int):
+    wrong = case("cluster.gpus=3")
+    with Pool([wrong], workers) as pool, pytest.raises(InputError, match="3"):
+        pool.submit("a", Job(0, "probe", 1.0))
+        list(pool.outcomes())
+
+
+def test_outcomes_come_with_their_keys():
+    with Pool([case(), case("scheme=chunked_prefill")], 2) as pool:
+        for number in range(5):
+            pool.submit(number, Job(number % 2, "probe", 1.0 + number))
+        found = dict(pool.outcomes())
+    assert {key: probe.rate for key, probe in found.items()} == {number: 1.0 + number for number in range(5)}
+
+
+def test_a_worker_that_dies_is_named():
+    with Pool([case()], 2) as pool:
+        pool.submit("a", Job(0, "probe", 1.0))
+        for worker in pool._workers:
+            os.kill(worker._process.pid, signal.SIGKILL)
+            worker._process.wait()
+        with pytest.raises(WorkerError, match="code -9"):
+            list(pool.outcomes())
+
+
+def test_leaving_a_pool_ends_its_workers():
+    with Pool([case()], 2) as pool:
+        processes = [worker._process for worker in pool._workers]
+        pool.submit("a", Job(0, "full", 1.0))
+    assert all(process.poll() is not None for process in processes)
