@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from confsim.cache import cached_trace
 from confsim.configuration import compose as compose
 from confsim.configuration import explain
 from confsim.engine import Simulation, Window
@@ -35,13 +36,24 @@ def _instantiate(cfg: DictConfig, group: str) -> Any:
 def load_trace(cfg: DictConfig) -> Trace:
     """The trace of a configuration; block ids only where a prefix cache or router reads them.
 
+    With `cache` it is parsed once on this disk.
+
     Raises:
         InputError: for a file that cannot be read as its format.
     """
+    from omegaconf import OmegaConf
+
     source = _instantiate(cfg, "trace")
     wants_blocks = bool(cfg.kv.prefix_cache) or cfg.cluster.router == "prefix_aware"
-    trace: Trace = source.load(seed=cfg.seed, block_ids=wants_blocks)
-    return trace
+
+    def load() -> Trace:
+        trace: Trace = source.load(seed=cfg.seed, block_ids=wants_blocks)
+        return trace
+
+    if not cfg.get("cache", True):
+        return load()
+    config: Any = OmegaConf.to_container(cfg.trace, resolve=True)
+    return cached_trace(config, cfg.seed, wants_blocks, load)
 
 
 def build(cfg: DictConfig, trace: Trace | None = None) -> Simulation:
