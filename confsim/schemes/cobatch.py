@@ -75,12 +75,12 @@ class CoBatchInstance(Instance):
 
     def preload(self, request: Request, gpu: int) -> bool:
         """Let a request decode on the group of a GPU, as if its prompt had just been prefilled."""
-        if not self._start(request):
-            return False
         group = gpu * len(self.kv.pools) // self.setup.cluster.gpus
+        self.kv.copies.start(request, 0)
         if not self.kv.place(request, group):
-            self._cancel(request)
+            self.kv.copies.cancel(request)
             return False
+        self._hold(request)
         self._count(request)
         request.prefilled = request.target_tokens
         request.group = group
@@ -289,9 +289,12 @@ class CoBatchInstance(Instance):
     def _start(self, request: Request) -> bool:
         if not self.kv.start(request):
             return False
+        self._hold(request)
+        return True
+
+    def _hold(self, request: Request) -> None:
         self._holders[request.id] = request
         heappush(self._ages, (request.arrival_s, request.id))
-        return True
 
     def _cancel(self, request: Request) -> None:
         self.kv.copies.cancel(request)
