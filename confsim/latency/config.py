@@ -24,7 +24,8 @@ class FittedLatency:
 
     While both attention paths run, decode holds `decode_sm_share` of the SMs and reaches 90% of its bandwidth
     (g_d = 1 / 0.9) and prefill attention computes on the rest (g_p = 1 / (1 - share)), unless the slowdowns are given
-    here or were measured into the profile; those given here win.
+    here or were measured into the profile; those given here win. `split_kv`: attention behind a prefix as kernels run
+    it that split a tile's keys over SMs.
 
     Raises:
         InputError: for a share outside [0, 1), a slowdown below 1, or negative overheads or noise.
@@ -36,6 +37,7 @@ class FittedLatency:
     decode_slowdown: float | None = None
     iteration_overhead_s: float | None = None
     sequence_overhead_s: float | None = None
+    split_kv: bool = True
     noise: float = 0.0
     shares: SmShares = field(default_factory=SmShares)
 
@@ -82,6 +84,7 @@ class FittedLatency:
             decode_slowdown=1.0 / DECODE_BANDWIDTH,
             iteration_overhead_s=self.iteration_overhead_s,
             sequence_overhead_s=self.sequence_overhead_s,
+            split_kv=self.split_kv,
         )
         if self.prefill_slowdown is not None:
             compiled.prefill_slowdown = self.prefill_slowdown

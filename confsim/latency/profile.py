@@ -59,11 +59,13 @@ class DecodeTable:
 class PrefillTable:
     """Prefill attention of a layer: `own` at `tokens` (no cached prefix) and `cached` seconds a cached token.
 
-    `cached` is derived unless the source measured chunks behind a prefix.
+    `split` is `cached` for kernels that split a tile's keys over SMs. Both are derived unless the source measured
+    chunks behind a prefix; then they are the same.
     """
 
     own: Curve
     cached: Curve
+    split: Curve
 
 
 @dataclass(frozen=True)
@@ -153,8 +155,11 @@ class Profile:
         decode_slowdown: float = 1.0,
         iteration_overhead_s: float | None = None,
         sequence_overhead_s: float | None = None,
+        split_kv: bool = True,
     ) -> CompiledLatency:
         """Tables of all layers for `sp` groups of `tp` GPUs; slowdowns that the profile measured win over those given.
+
+        `split_kv`: prefill attention behind a prefix by kernels that split keys over SMs.
 
         Raises:
             InputError: for a model, GPU or layout that the profile does not cover.
@@ -164,7 +169,7 @@ class Profile:
         self._check_layout(tp, sp)
         layers = model.num_hidden_layers
         prefill = self.prefill[tp * sp]
-        own, cached = _prefill_lists(prefill, layers)
+        own, cached = _prefill_lists(prefill, layers, split_kv)
         exchange = self.exchange.get((tp, sp), {})
         transfer = self.transfer.get((tp, sp), Curve((1e9,), (0.0,)))  # one group: nothing moves
         measured = int(prefill.own.x[-1])
@@ -230,7 +235,7 @@ def _dense(
     return Dense(total.tolist(), max(slope, 0.0))
 
 
-def _prefill_lists(table: PrefillTable, layers: int) -> tuple[Dense, Dense]:
+def _prefill_lists(table: PrefillTable, layers: int, split_kv: bool) -> tuple[Dense, Dense]:
     """Dense own and per-cached-token attention; beyond the last measured chunk at its last efficiency.
 
     Own attention is n * n / 2 pairs: between measurements it is interpolated on log scales (a straight line would
@@ -244,7 +249,7 @@ def _prefill_lists(table: PrefillTable, layers: int) -> tuple[Dense, Dense]:
     own[1:] = _log_interp(n[1:], table.own)
     square = _last_square(table.own)
     own[1:] = np.where(inside, own[1:], table.own.y[-1] + square * (n[1:] ** 2 - last**2))
-    cached[1:] = table.cached(n[1:])
+    cached[1:] = (table.split if split_kv else table.cached)(n[1:])
     own_slope = square * 2.0 * DENSE_TOKENS * layers
     cached_slope = float(cached[-1] - cached[-2]) * layers
     return Dense((own * layers).tolist(), own_slope), Dense((cached * layers).tolist(), max(cached_slope, 0.0))
@@ -349,7 +354,11 @@ def profile_to_json(profile: Profile) -> dict[str, Any]:
         "head": {f"tp{tp}": _terms_json(terms) for tp, terms in profile.head.items()},
         "decode_attention": {f"tp{tp}": _decode_json(table) for tp, table in profile.decode.items()},
         "prefill_attention": {
-            f"degree{degree}": {"own": _curve_json(table.own), "cached_token": _curve_json(table.cached)}
+            f"degree{degree}": {
+                "own": _curve_json(table.own),
+                "cached_token": _curve_json(table.cached),
+                "cached_token_split_kv": _curve_json(table.split),
+            }
             for degree, table in profile.prefill.items()
         },
         "exchange": {f"tp{tp}sp{sp}": _terms_json(terms) for (tp, sp), terms in profile.exchange.items()},
@@ -453,7 +462,7 @@ def profile_from_json(data: Mapping[str, Any], where: str) -> Profile:
     prefill = {}
     for key, item in reader.section("prefill_attention").items():
         tables = reader.terms(item, f"prefill_attention.{key}")
-        prefill[_digits(key)[0]] = PrefillTable(tables["own"], tables["cached_token"])
+        prefill[_digits(key)[0]] = PrefillTable(tables["own"], tables["cached_token"], tables["cached_token_split_kv"])
     decode = reader.section("decode_attention").items()
     exchange = reader.section("exchange").items()
     transfer = reader.section("transfer").items()

@@ -224,8 +224,8 @@ def test_the_law_for_prefixes_recovers_itself(gpu: GpuSpec) -> None:
     assert fitted.seconds(tokens, heads) == pytest.approx(law(0.0), rel=2e-3)
     slope = (law(2e6) - law(1e6)) / 1e6
     few = waves < 1.0  # where many tiles run, the best rate measured bounds the slope
-    assert fitted.cached_token_s(tokens, heads)[few] == pytest.approx(slope[few], rel=2e-2)
-    assert np.all(fitted.cached_token_s(tokens, heads) >= slope * (1 - 2e-2))
+    assert fitted.cached_token_s(tokens, heads, heads)[few] == pytest.approx(slope[few], rel=2e-2)
+    assert np.all(fitted.cached_token_s(tokens, heads, heads) >= slope * (1 - 2e-2))
 
 
 def test_layouts_follow_the_head_rule(model: ModelSpec) -> None:
@@ -246,3 +246,17 @@ def test_what_was_not_measured_is_named(model: ModelSpec, gpu: GpuSpec) -> None:
         fit(replace(data, exchange=None), model, gpu)
     with pytest.raises(InputError, match="56 query and 8 KV heads"):
         fit(data, replace(model, num_attention_heads=56), gpu)
+
+
+def test_split_keys_lift_the_bound_of_the_longest_tile(gpu: GpuSpec) -> None:
+    heads, tokens = (grid.ravel().astype(np.float64) for grid in np.meshgrid([5, 10, 20, 40], [512, 2048, 16384]))
+    waves = tokens * heads / (128 * 132)
+    seconds = 1e-5 + 4.0 * 128 * 128 / 5e12 * ((waves * (tokens / 2 + 300)) ** 3 + (tokens + 200) ** 3) ** (1 / 3)
+    law = PrefillLaw((heads, tokens, seconds), 128, 132)
+    few, many = np.array([16.0]), np.array([16384.0])
+    whole = law.cached_token_s(few, 10, 2)
+    split = law.cached_token_s(few, 10, 2, split_kv=True)
+    assert whole == pytest.approx(4.0 * 128 * 128 / 5e12, rel=2e-2)  # one SM walks the longest tile
+    assert split == pytest.approx(whole * 2 / 132, rel=2e-2)  # two tiles, one a KV head, on 132 SMs
+    both = law.cached_token_s(many, 40, 8), law.cached_token_s(many, 40, 8, split_kv=True)
+    assert both[0] == pytest.approx(both[1], rel=2e-2)  # the GPU is full anyway

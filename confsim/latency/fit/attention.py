@@ -223,8 +223,8 @@ class PrefillLaw:
     `w = n * q_heads / (128 * sms)`. The first term is all tiles spread over the SMs (o: start-up of a tile, in keys),
     the second the longest tile, which bounds launches of few tiles. So the efficiency depends on query tokens x local
     heads, as measured, and what a causal triangle without a prefix wastes (long tiles beside short ones) is not carried
-    over to prefixes, where tiles are alike. Keys are not split over SMs: kernels that do are faster on short chunks
-    behind long prefixes.
+    over to prefixes, where tiles are alike. `cached_token_s` gives both kernels: those that leave a tile's keys to one
+    SM, and those that split them over SMs that would stand idle, which are faster on short chunks behind long prefixes.
     """
 
     TILE = 128
@@ -260,14 +260,18 @@ class PrefillLaw:
         """Seconds of a chunk without a prefix."""
         return self._seconds(self.parameters, tokens, q_heads, 0.0)
 
-    def cached_token_s(self, tokens: Floats, q_heads: float) -> Floats:
-        """Seconds that one more cached token costs the chunk behind a long prefix: the law's slope, no faster a FLOP
-        than the best chunk measured."""
+    def cached_token_s(self, tokens: Floats, q_heads: float, kv_heads: float, split_kv: bool = False) -> Floats:
+        """Seconds that one more cached token costs the chunk behind a long prefix, no faster a FLOP than the best
+        chunk measured.
+
+        Without `split_kv` the law's slope, bounded by the longest tile; with it all tiles' work spread over the SMs,
+        at least one tile a KV head (the queries that share it are packed into its rows).
+        """
         rate, power = self.parameters[1], self.parameters[3]
         waves = tokens * q_heads / (self.TILE * self.sms)
-        slope = self.unit / np.exp(rate) * (1.0 + waves**power) ** (1.0 / power)
+        spread = np.maximum(waves, kv_heads / self.sms) if split_kv else (1.0 + waves**power) ** (1.0 / power)
         most = self.unit * waves * self.sms / self.best
-        return np.asarray(np.maximum(slope, most), dtype=np.float64)
+        return np.asarray(np.maximum(self.unit / np.exp(rate) * spread, most), dtype=np.float64)
 
     @property
     def summary(self) -> dict[str, float]:
@@ -318,12 +322,13 @@ def fit_prefill(
     tokens, seconds = prefill_rows(table, q_heads, kv_heads)
     rows = _heads(table, q_heads, kv_heads) & (table.cached > 0)
     if rows.any():
-        cached = _measured_slope(table, rows, tokens, seconds)
+        cached = split = _measured_slope(table, rows, tokens, seconds)
     elif law is not None:
-        cached = (tokens, law.cached_token_s(tokens, q_heads) + prefix_bytes_s)
+        cached = (tokens, law.cached_token_s(tokens, q_heads, kv_heads) + prefix_bytes_s)
+        split = (tokens, law.cached_token_s(tokens, q_heads, kv_heads, split_kv=True) + prefix_bytes_s)
     else:
         raise InputError(f"prefill attention behind a prefix was not measured for {q_heads} query heads: add its rows")
-    return profile.PrefillTable(curve_of(tokens, seconds), curve_of(*cached))
+    return profile.PrefillTable(curve_of(tokens, seconds), curve_of(*cached), curve_of(*split))
 
 
 def _measured_slope(table: PrefillTable, rows: Any, tokens: Floats, own: Floats) -> tuple[Floats, Floats]:
