@@ -81,6 +81,18 @@ SUBCOMMANDS = (
         folder=False,
     ),
     Subcommand(
+        "run",
+        "generate tokens on real ranks (CPU or GPU) with a parallel layout",
+        "confsim run executor=cpu_tiny prompts='once upon a time' max_tokens=8",
+        "executor.generate:command",
+    ),
+    Subcommand(
+        "check",
+        "check that ranks on this hardware compute what one CPU rank computes",
+        "confsim check executor=cpu_tiny",
+        "executor.check:command",
+    ),
+    Subcommand(
         "list",
         "show models, GPUs, schemes, policies, traces and latency profiles",
         "confsim list scheme policy",
@@ -170,9 +182,14 @@ def _manual(row: Subcommand, words: Sequence[str]) -> str:
     bare = f" [{row.positional.upper()} ...]" if row.positional else ""
     lines = [f"confsim {row.name}: {row.help}", "", f"usage:   confsim {row.name}{bare} [key=value ...]"]
     lines += [f"example: {row.example}", "", "Keys", _config_text(row.name)]
-    if _uses_base(row.name):
-        lines += [_config_text("base"), "", "Groups: GROUP=CHOICE, and GROUP.KEY=VALUE for a key inside"]
-        lines += [f"  {group:<10}{', '.join(options(group))}" for group in _base_groups()]
+    entries = _defaults(row.name)
+    if "base" in entries:
+        lines.append(_config_text("base"))
+        entries = _defaults("base")
+    choices = {entry: options(entry) for entry in entries if options(entry)}
+    if choices:
+        lines += ["", "Groups: GROUP=CHOICE, and GROUP.KEY=VALUE for a key inside"]
+        lines += [f"  {group:<10}{', '.join(names)}" for group, names in choices.items()]
         lines.append(f"  (confsim {row.name} --help GROUP shows the keys of each choice)")
     return "\n".join(lines)
 
@@ -193,14 +210,10 @@ def _config_text(name: str) -> str:
     return "\n".join(kept)
 
 
-def _uses_base(name: str) -> bool:
-    return "- base" in _read_config(name)
-
-
-def _base_groups() -> list[str]:
-    lines = _read_config("base").splitlines()
-    entries = (line.strip().removeprefix("- ").split(":")[0] for line in lines if line.startswith("  - "))
-    return [entry for entry in entries if entry != "_self_"]
+def _defaults(name: str) -> list[str]:
+    """Names in the defaults list of a primary configuration: groups, and other configurations."""
+    lines = (line for line in _read_config(name).splitlines() if line.startswith("  - "))
+    return [line.removeprefix("  - ").split(":")[0].strip() for line in lines]
 
 
 def _group_manual(group: str) -> str:
