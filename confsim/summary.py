@@ -211,9 +211,9 @@ def _overloaded(run: Run, arrived: npt.NDArray[np.float64]) -> bool:
     return sum(late) > LATE_SHARE * len(tail)
 
 
-def _counters(run: Run) -> dict[str, int]:
+def _counters(run: Run) -> dict[str, float]:
     """What schemes count of their own, over all instances."""
-    out: dict[str, int] = {}
+    out: dict[str, float] = {}
     for instance in run.instances:
         for name, value in instance.counters().items():
             out[name] = out.get(name, 0) + value

@@ -58,6 +58,7 @@ class CoBatchInstance(Instance):
         self._landed: list[Request] = []  # KV has arrived, decode starts in the next iteration
         self._released: list[int] = []
         self._aside: list[Request] = []  # taken from the queue in this pass and not planned
+        self._lockstep_wait_s = 0.0
         self._blocked = False  # the head of the queue waits for KV
         self._wake: simpy.Event | None = None
         self.spawn(self._run())
@@ -113,9 +114,9 @@ class CoBatchInstance(Instance):
                     units += blocks * kv.units_per_block * (request.group == group)
             assert units == pool.held, (group, units, pool.held)
 
-    def counters(self) -> dict[str, int]:
-        """Iterations in which overlap was slower than running the attention paths in turn."""
-        return {"overlap_slower_iterations": self.cost.slower_overlaps}
+    def counters(self) -> dict[str, float]:
+        """Iterations that overlap made slower, and what a group waited for others in decode-only iterations."""
+        return {"overlap_slower_iterations": self.cost.slower_overlaps, "lockstep_wait_s": self._lockstep_wait_s}
 
     # The loop
 
@@ -154,6 +155,7 @@ class CoBatchInstance(Instance):
         ready = self._grow_ahead(len(ends) - 1)
         if ready < len(ends):
             del ends[ready:]
+        self._lockstep_wait_s += len(ends) * cost.lockstep_wait_s(loop.batches, load)
         context = sum(batch.context_tokens for batch in loop.batches)
         linear_s = cost.linear_s(load, load.peak, 0)
         head_s = cost.latency.head_s(load.peak)

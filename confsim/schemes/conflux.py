@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from confsim.errors import InputError
 from confsim.kv import InPlaceKv, MigratingKv
 from confsim.parallel import split_heads
 from confsim.schemes.base import Instance, KvReport, Setup, group_kv
@@ -21,17 +22,25 @@ from confsim.schemes.sm_split import attention_stage
 class Conflux:
     """Options of `scheme=conflux`; the last three switch parts of it off, for ablations.
 
-    `sm_split` is how the attention stage shares the SMs (`confsim.schemes.sm_split`).
+    `sm_split` is how the attention stage shares the SMs (`confsim.schemes.sm_split`). `lockstep` states an assumption:
+    all groups step together, decode-only iterations too; results report what it costs (`lockstep_wait_s`).
     """
 
     name: str = "conflux"
     max_batched_tokens: int = 8192
     max_partial_prefills: int = 4
     async_schedule: bool = True
+    lockstep: bool = True
     sm_split: str = "paper"
     overlap: bool = True
     spread_decode: bool = False
     co_batch: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.lockstep:
+            raise InputError(
+                "scheme.lockstep=false: groups that step apart are not modelled; leave it true and read lockstep_wait_s"
+            )
 
     def build(self, setup: Setup) -> Instance:
         """One lockstep loop over the cluster's groups."""

@@ -119,6 +119,17 @@ class CoBatchCost:
             gpu_s += self.latency.all_to_all_s(load.peak)
         return gpu_s + self.exposed_s(load.total, gpu_s)
 
+    def lockstep_wait_s(self, batches: Sequence[DecodeBatch], load: DecodeLoad) -> float:
+        """Seconds of a decode-only iteration that a group waits for the slowest one, in the mean over the groups."""
+        if self.spread is not None or len(batches) == 1:
+            return 0.0
+        latency = self.latency
+        own_s = 0.0
+        for batch in batches:
+            attention_s = latency.decode_attention_s(batch.count, batch.context_tokens)
+            own_s += latency.linear_s(batch.count) + attention_s + latency.head_s(batch.count)
+        return latency.linear_s(load.peak) + load.attention_s + latency.head_s(load.peak) - own_s / len(batches)
+
     def predictor(
         self, load: DecodeLoad, dispatch: Dispatch, request: Request, planned: Planned
     ) -> Callable[[int], float]:
