@@ -155,7 +155,7 @@ class Instance(ABC):
             loop.close()
         self._loops.clear()
 
-    def counters(self) -> dict[str, float]:
+    def counters(self) -> Mapping[str, float]:
         """What the scheme counts of its own, for the summary."""
         return {}
 

@@ -5,7 +5,7 @@ Conflux, chunked prefill and uniform sequence parallelism are this loop with dif
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from heapq import heappop, heappush
 from time import perf_counter
 from typing import Any
@@ -114,7 +114,7 @@ class CoBatchInstance(Instance):
                     units += blocks * kv.units_per_block * (request.group == group)
             assert units == pool.held, (group, units, pool.held)
 
-    def counters(self) -> dict[str, float]:
+    def counters(self) -> Mapping[str, float]:
         """Iterations that overlap made slower, and what a group waited for others in decode-only iterations."""
         return {"overlap_slower_iterations": self.cost.slower_overlaps, "lockstep_wait_s": self._lockstep_wait_s}
 
