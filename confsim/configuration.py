@@ -37,12 +37,12 @@ def compose(overrides: Sequence[str] = (), command: str = "simulate") -> DictCon
 def _compose(overrides: Sequence[str], command: str) -> DictConfig:
     import hydra
 
-    with _fresh_hydra(command):
+    with fresh_hydra(command):
         return hydra.compose(config_name=command, overrides=list(overrides))
 
 
 @contextmanager
-def _fresh_hydra(command: str) -> Iterator[None]:
+def fresh_hydra(command: str) -> Iterator[None]:
     """A Hydra of our own, whether or not one is running (in a job of the command line, in a notebook)."""
     from hydra import initialize_config_module
     from hydra.core.global_hydra import GlobalHydra
