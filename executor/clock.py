@@ -5,9 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 STAGES = ("linear", "prefill_attention", "decode_attention", "communication", "head", "transfer", "prepare")
+
+
+@dataclass(frozen=True)
+class Spent:
+    """One iteration: seconds in all and by stage, of launching, and the share of time in which the device had work."""
+
+    duration_s: float
+    stages: dict[str, float]
+    launch_s: float
+    busy_share: float
 
 
 class StageClock(Protocol):
@@ -19,8 +30,8 @@ class StageClock(Protocol):
     def start(self) -> None:
         """Begin an iteration."""
 
-    def stop(self) -> tuple[float, dict[str, float], float]:
-        """Wait for the work; its duration, seconds by stage, and seconds that the host needed to launch it."""
+    def stop(self) -> Spent:
+        """Wait for the work that was launched, and account for it."""
 
 
 class HostClock:
@@ -44,10 +55,11 @@ class HostClock:
         finally:
             self._log.append((name, time.perf_counter() - begin))
 
-    def stop(self) -> tuple[float, dict[str, float], float]:
-        """Duration, seconds by stage, and what no stage accounts for (the interpreter between the calls)."""
+    def stop(self) -> Spent:
+        """Launching is what no stage accounts for: the interpreter between the calls."""
         duration = time.perf_counter() - self._start
         spent = dict.fromkeys(STAGES, 0.0)
         for name, seconds in self._log:
             spent[name] += seconds
-        return duration, spent, max(0.0, duration - sum(spent.values()))
+        launch = max(0.0, duration - sum(spent.values()))
+        return Spent(duration, spent, launch, 1.0 - launch / duration if duration else 0.0)

@@ -14,7 +14,13 @@ Path = Callable[[], None]
 class Fork(Protocol):
     """Runs two paths that write to separate memory; both see what came before, and what follows sees both."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """turn, threads, streams or partition."""
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """What results record: sizes of a partition, or why there is none."""
 
     def run(self, prefill: Path, decode: Path) -> None:
         """Run both to their end (on CUDA: enqueue both and their join)."""
@@ -27,6 +33,11 @@ class TurnFork:
     """One after the other."""
 
     name = "turn"
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """Nothing more."""
+        return {}
 
     def run(self, prefill: Path, decode: Path) -> None:
         """Prefill, then decode."""
@@ -41,6 +52,11 @@ class ThreadFork:
     """Decode on a second thread: the calls that wait, or release the interpreter, overlap."""
 
     name = "threads"
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """Nothing more."""
+        return {}
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode-path")

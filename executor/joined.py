@@ -37,7 +37,7 @@ def joined_team(model: ModelConfig, layout: Layout, device: Device, kv: KvConfig
     Raises:
         InputError: if their number is not what the layout needs.
     """
-    world = _world(os.environ)
+    world = world_of(os.environ)
     if world is None:
         return None
     rank, size, local = world
@@ -60,6 +60,7 @@ class JoinedTeam:
         self._outbox: queue.SimpleQueue[Ready | Report | Failure] = queue.SimpleQueue()
         self._number = -1
         self._got: list[Ready | Report] = []
+        self._collected = 0
 
     def start(self) -> list[Ready]:
         """On rank 0: wait until all are ready. On the others: serve, then exit the process."""
@@ -72,7 +73,10 @@ class JoinedTeam:
             return self._connect(ranks_store)
 
         if self._config.rank:
-            good = serve(_StoreLine(self._store, self._config.rank), self._config, connect, device)
+            try:
+                good = serve(_StoreLine(self._store, self._config.rank), self._config, connect, device)
+            except EOFError:
+                good = False
             sys.stderr.flush()
             os._exit(0 if good else 1)
         line = _LocalLine(self._inbox, self._outbox)
@@ -84,30 +88,27 @@ class JoinedTeam:
     def send(self, iteration: Iteration) -> None:
         """Give all ranks their next iteration."""
         self._number = iteration.number
-        self._store.set(f"plan/{iteration.number}", pickle.dumps(iteration))
+        _put(self._store, f"plan/{iteration.number}", iteration)
         self._inbox.put(iteration)
 
     def receive(self) -> Report:
         """The next report of any rank."""
         if not self._got:
-            self._got = self._collect(f"report/{self._next_number()}")
+            self._got = self._collect(f"report/{self._collected}")
+            self._collected += 1
         report = self._got.pop(0)
         assert isinstance(report, Report)
         return report
 
     def close(self, at_once: bool) -> None:
         """Tell all ranks to end."""
-        self._store.set(f"plan/{self._number + 1}", pickle.dumps(None))
+        _put(self._store, f"plan/{self._number + 1}", None)
         self._inbox.put(None)
         if not at_once:
             self._thread.join(timeout=10.0)
             keys = [f"gone/{rank}" for rank in range(1, self._size)]
             if keys:
                 _wait_quietly(self._store, keys)  # the store of rank 0 must outlive their last look
-
-    def _next_number(self) -> int:
-        self._received = getattr(self, "_received", -1) + 1
-        return self._received
 
     def _collect(self, key: str) -> list[Ready | Report]:
         """One message of every rank, in rank order."""
@@ -176,13 +177,12 @@ class _StoreLine:
 
     def send(self, message: Ready | Report | Failure) -> None:
         """Leave an answer in the store; a root cause goes where the driver looks first."""
-        data = pickle.dumps(message)
         if isinstance(message, Ready):
-            self._store.set(f"ready/{self._rank}", data)
+            _put(self._store, f"ready/{self._rank}", message)
         elif isinstance(message, Report):
-            self._store.set(f"report/{message.number}/{self._rank}", data)
+            _put(self._store, f"report/{message.number}/{self._rank}", message)
         elif not message.lost_peer:
-            self._store.set("failure", data)
+            _put(self._store, "failure", message)
 
 
 class _LocalLine:
@@ -201,7 +201,7 @@ class _LocalLine:
         self._outbox.put(message)
 
 
-def _world(env: Any) -> tuple[int, int, int] | None:
+def world_of(env: Any) -> tuple[int, int, int] | None:
     """Rank, size and local rank of this process among the ranks of its launch, or None."""
     if "RANK" in env and "WORLD_SIZE" in env and "MASTER_ADDR" in env:
         return int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0))
@@ -218,6 +218,10 @@ def _first_host(nodes: str) -> str:
         return nodes.split(",")[0]
     listed = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
     return listed.stdout.split()[0]
+
+
+def _put(store: Any, key: str, message: object) -> None:
+    store.set(key, pickle.dumps(message))
 
 
 def _take(box: queue.SimpleQueue[Any], seconds: float) -> Any:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from executor.attention import AttentionKernels, SdpaKernels
-from executor.clock import HostClock, StageClock
+from executor.clock import HostClock, Spent, StageClock
 from executor.collectives import Group, Groups
 from executor.config import Sampling
 from executor.exchange import Exchange
@@ -27,6 +27,7 @@ from executor.sampling import sample
 from executor.weights import load_weights
 from executor.work import Work
 
+LAUNCH_BOUND = 0.9  # launching that takes this share of an iteration holds the device up
 RUNNERS: dict[str, Callable[[Parts], Runner]] = {"xp": XpRunner, "tp": TpRunner, "sp": SpRunner, "mux": MuxRunner}
 
 
@@ -62,22 +63,20 @@ class Rank:
         held = self.pool.held
         tokens, logits = self._compute(iteration, work)
         self.ledger.settle(iteration, work, tokens)
-        answers = self._answers(work, tokens)
-        duration, stages, launch = self.clock.stop()
-        launches = launch / self.config.model.num_hidden_layers
+        spent = self.clock.stop()
         both = work.prefill is not None and work.decode is not None and self.config.layout.kind in ("xp", "mux")
         return Report(
             number=iteration.number,
             rank=self.config.rank,
-            duration_s=duration,
-            stages=stages,
+            duration_s=spent.duration_s,
+            stages=spent.stages,
             moved=dict(self.groups.counts),
-            tokens=answers,
+            tokens=self._answers(work, tokens),
             kv_units=held,
             overlap=self.fork.name if both else "none",
-            overlap_valid=both and self.fork.name != "turn" and self._is_overlap_valid(duration, launch),
-            busy_share=max(0.0, 1.0 - launch / duration) if duration else 0.0,
-            launch_s_per_layer=launches,
+            overlap_valid=both and self.fork.name != "turn" and self._is_overlap_valid(spent),
+            busy_share=spent.busy_share,
+            launch_s_per_layer=spent.launch_s / self.config.model.num_hidden_layers,
             logits=self._named_logits(work, logits) if iteration.keep_logits else {},
         )
 
@@ -89,6 +88,7 @@ class Rank:
             "attention": self.kernels.name,
             "attention_version": self.kernels.version,
             "overlap": self.fork.name,
+            **self.fork.facts,
             "page_tokens": self.pool.page_tokens,
             "kv_units": self.pool.units,
             "torch": torch.__version__,
@@ -130,7 +130,7 @@ class Rank:
 
     def _answers(self, work: Work, tokens: torch.Tensor) -> dict[int, int]:
         """Tokens that this rank reports: one rank of a TP group speaks for all."""
-        values = tokens.tolist()  # waits for the device
+        values = tokens.tolist()
         if self.place.position:
             return {}
         requests = [chunk.request for chunk in work.finished]
@@ -179,7 +179,7 @@ class Rank:
         if settings.kind == "cuda" and settings.graphs:
             from executor.cuda.graphs import graphed_linear
 
-            return graphed_linear(model, settings.graph_tokens, self.device)
+            return graphed_linear(model, settings.graph_tokens, self.device, self.groups.counts)
         return EagerLinear(model)
 
     def _parts(self) -> Parts:
@@ -198,9 +198,9 @@ class Rank:
             layers=self.config.model.num_hidden_layers,
         )
 
-    def _is_overlap_valid(self, duration: float, launch: float) -> bool:
+    def _is_overlap_valid(self, spent: Spent) -> bool:
         """Two streams only overlap if the host launches faster than the device works."""
-        return self.device.type != "cuda" or launch < 0.9 * duration
+        return self.device.type != "cuda" or spent.launch_s < LAUNCH_BOUND * spent.duration_s
 
 
 def choose_kernels(config: RankConfig) -> AttentionKernels:

@@ -29,7 +29,11 @@ class Channel(Protocol):
 
 
 def serve(channel: Channel, config: RankConfig, connect: Callable[[], Groups], device: torch.device) -> bool:
-    """Run a rank until the driver ends it; False if it failed (the driver has been told why)."""
+    """Run a rank until the driver ends it; False if it failed (the driver has been told why).
+
+    Raises:
+        EOFError: if the driver is gone.
+    """
     number = -1
     try:
         rank = Rank(config, connect(), device)
@@ -39,7 +43,7 @@ def serve(channel: Channel, config: RankConfig, connect: Callable[[], Groups], d
             channel.send(rank.execute(message))
         rank.close()
     except EOFError:
-        return True  # the driver is gone
+        raise
     except Exception as error:
         channel.send(failure(config.rank, number, error))
         return False

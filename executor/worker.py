@@ -25,7 +25,11 @@ def main() -> int:
     except Exception as error:
         connection.send(failure(config.rank, -1, error))
         return 1
-    good = serve(_Line(connection), config, lambda: connect_processes(config), device)
+    try:
+        good = serve(_Line(connection), config, lambda: connect_processes(config), device)
+    except EOFError:
+        shutil.rmtree(folder, ignore_errors=True)  # the driver is gone and cannot tidy up
+        good = False
     sys.stderr.flush()
     # Communicators of a broken team cannot be taken down in order: leave without ceremony.
     os._exit(0 if good else 1)
