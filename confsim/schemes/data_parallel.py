@@ -112,6 +112,14 @@ class DataParallelInstance(Instance):
         """Send a request to a replica."""
         self.replicas[self._router.choose(request, self.replicas)].submit(request)
 
+    def preload(self, request: Request, gpu: int) -> bool:
+        """Let a request decode on the replica of a GPU."""
+        replica = self.replicas[gpu * len(self.replicas) // self.setup.cluster.gpus]
+        if not replica.preload(request, gpu):
+            return False
+        self._count(request)
+        return True
+
     def ended(self, request: Request) -> None:
         """A replica's request is complete."""
         self.outstanding_requests -= 1

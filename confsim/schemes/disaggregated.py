@@ -188,6 +188,13 @@ class DisaggregatedInstance(Instance):
         """Send a request to the prefill worker with the shortest queue."""
         min(self.prefills, key=lambda worker: worker.waiting).enqueue(request)
 
+    def preload(self, request: Request, gpu: int) -> bool:
+        """Let a request decode on the least loaded decode worker, whatever the GPU: some of those only prefill."""
+        if not min(self.decodes, key=lambda worker: worker.load).preload(request):
+            return False
+        self._count(request)
+        return True
+
     def _hand_over(self, request: Request, source: PrefillWorker) -> None:
         min(self.decodes, key=lambda worker: worker.load).offer(request, source)
 

@@ -98,6 +98,18 @@ class MuxInstance(Instance):
         self._queue.push(request)
         _wake(self._prefill_wake)
 
+    def preload(self, request: Request, gpu: int) -> bool:
+        """Let a request decode, as if its prompt had just been prefilled."""
+        self.kv.copies.start(request, 0)
+        if not self.kv.place(request, 0):
+            self.kv.copies.cancel(request)
+            return False
+        self._count(request)
+        self._holders.add(request)
+        self._land(request)
+        _wake(self._decode_wake)
+        return True
+
     def pools(self) -> tuple[BlockPool, ...]:
         """The one pool."""
         return self.kv.pools
@@ -297,9 +309,13 @@ class MuxInstance(Instance):
             if self.ledger.oracle.left(request) <= 0:
                 self._end(request, -1, 0)
             else:
-                request.status = "landed"
-                request.group = 0
-                self._landed.append(request)
+                self._land(request)
+
+    def _land(self, request: Request) -> None:
+        request.prefilled = request.target_tokens
+        request.status = "landed"
+        request.group = 0
+        self._landed.append(request)
 
     def _record(self, batch: PrefillBatch, tokens: int) -> None:
         total_s, linear_s, attention_s, head_s, overhead_s = batch.parts_s

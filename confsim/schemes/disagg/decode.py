@@ -75,6 +75,17 @@ class DecodeWorker:
         self._offered_units += self._units(request)
         self._rouse()
 
+    def preload(self, request: Request) -> bool:
+        """Take a request whose KV is here, unless there is no room for it."""
+        if self._units(request) > self.pool.free:
+            return False
+        self.pool.held += self._units(request)
+        request.prefilled = request.target_tokens
+        request.group = self.index
+        self._waiting.append(request)
+        self._rouse()
+        return True
+
     def audit(self) -> None:
         """Recount the pool."""
         pool, loop = self.pool, self.loop
