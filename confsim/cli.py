@@ -52,6 +52,12 @@ SUBCOMMANDS = (
         "analysis.commands.goodput:command",
     ),
     Subcommand(
+        "scenario",
+        "time prefills beside a decode load that stays the same",
+        "confsim scenario decodes_per_gpu=24 prefill_tokens=32768 tbt_s=0.1 scheme=conflux",
+        "analysis.commands.scenario:command",
+    ),
+    Subcommand(
         "stats",
         "describe a trace: lengths, rate, burstiness, reusable prefixes",
         "confsim stats trace=mooncake trace.path=conversation_trace.jsonl",
