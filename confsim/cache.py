@@ -289,6 +289,12 @@ class LatencyTables(dict[tuple[int, int], Any]):
             dict.__setitem__(twin, layout, _uncounted(tables))
         return twin
 
+    def absorb(self, others: Mapping[tuple[int, int], Any]) -> None:
+        """Keep what a copy compiled since."""
+        for layout, tables in others.items():
+            if not super().__contains__(layout):
+                super().__setitem__(layout, tables)
+
     def __contains__(self, layout: Any) -> bool:
         if super().__contains__(layout):
             return True

@@ -27,7 +27,7 @@ class Subcommand:
     """A row of the table: what `confsim --help` says, and the function `module:function` that takes the config.
 
     `positional` is the key that bare arguments fill (a list), "" where there are none. `folder` tells whether each run
-    gets a new output folder.
+    gets a new output folder, `sweeps` whether -m is resumable, with a table of all results.
     """
 
     name: str
@@ -36,6 +36,7 @@ class Subcommand:
     target: str
     positional: str = ""
     folder: bool = True
+    sweeps: bool = False
 
 
 SUBCOMMANDS = (
@@ -44,12 +45,14 @@ SUBCOMMANDS = (
         "replay a trace through one scheme (-m sweeps)",
         "confsim simulate trace=toolagent rate=3 scheme=conflux policy=deadline_waterfill",
         "analysis.commands.simulate:command",
+        sweeps=True,
     ),
     Subcommand(
         "goodput",
         "find the highest rate at which each scheme keeps its SLO",
         "confsim goodput schemes=[conflux,chunked_prefill] slo.ttft_s=2 slo.tbt_s=0.1",
         "analysis.commands.goodput:command",
+        sweeps=True,
     ),
     Subcommand(
         "scenario",
@@ -174,7 +177,8 @@ def _overview() -> str:
         "confsim SUBCOMMAND --help        its keys, their meaning and the choices of each group",
         "confsim SUBCOMMAND --help GROUP  the keys of a group's choices (model, scheme, trace ...)",
         "confsim SUBCOMMAND --cfg job     the configuration as it would run",
-        "confsim SUBCOMMAND -m key=a,b    one run for each combination of values",
+        "confsim SUBCOMMAND -m key=a,b    one run for each combination of values (hydra/launcher=joblib: in parallel)",
+        "confsim SUBCOMMAND --quiet       no progress and no tables, only errors",
     ]
     return "\n".join(lines)
 
@@ -239,7 +243,11 @@ def run(row: Subcommand, words: list[str]) -> int:
     """Run a subcommand as a Hydra application and return the exit code."""
     failures = Failures()
     sweep = any(word in ("-m", "--multirun") for word in words)
-    arguments = _with_positionals(row, words)
+    arguments = ["quiet=true" if word == "--quiet" else word for word in _with_positionals(row, words)]
+    if sweep and row.sweeps:
+        code = _run_sweep(row, arguments)
+        if code is not None:
+            return code
     try:
         _run_hydra(row, _with_folders(row, _rewritten(arguments, row, sweep)), sweep, failures)
     except Exception as error:
@@ -249,6 +257,17 @@ def run(row: Subcommand, words: list[str]) -> int:
     if failures.jobs:
         return _report_error(row, arguments, failures.jobs[0][1], True)
     return failures.code
+
+
+def _run_sweep(row: Subcommand, arguments: list[str]) -> int | None:
+    """The exit code of a resumable sweep, or None where Hydra itself has to run it (another sweeper, --cfg)."""
+    try:
+        code: int | None = import_module("analysis.sweep.command").main(
+            row.name, _with_folders(row, _rewritten(arguments, row, True))
+        )
+    except Exception as error:
+        return _report_error(row, arguments, error, True)
+    return code
 
 
 def _report_error(row: Subcommand, arguments: list[str], error: Exception, started: bool) -> int:

@@ -1,0 +1,90 @@
+"""What makes two runs the same: resolved configuration, trace content, latency profile and code version."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from typing import Any
+
+from confsim.cache import code_digest, leaves, named_files
+from confsim.errors import InputError
+from confsim.provenance import digest
+
+RESULTLESS = ("cache", "output", "quiet", "resume", "sweep")  # top-level keys that no result depends on
+RESULTLESS_LEAVES = (("goodput", "workers"),)
+CODE = ("confsim", "traces")
+SEARCH = ("analysis.cases", "analysis.compare", "analysis.goodput", "analysis.runner")  # of a goodput search
+LIBRARIES = ("numpy", "simpy")  # whose version may change a number
+ID_DIGITS = 32
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The hash `id`, and what went into it (plain JSON data)."""
+
+    id: str
+    parts: dict[str, Any]
+
+
+class Identifier:
+    """Names runs; hashes of files and latency profiles are taken once."""
+
+    def __init__(self) -> None:
+        self._profiles: dict[str, str | None] = {}
+
+    def __call__(self, command: str, config: Mapping[str, Any]) -> Identity:
+        """The identity of a run of `command` with a resolved configuration."""
+        parts = {
+            "command": command,
+            "config": digest(relevant(config)),
+            "content": named_files({key: config[key] for key in config if key not in RESULTLESS}),
+            "profile": self._profile(config),
+            "code": code_version(command, config),
+        }
+        return Identity(digest(parts)[:ID_DIGITS], parts)
+
+    def _profile(self, config: Mapping[str, Any]) -> str | None:
+        """Hash of the latency profile; None where the configuration has none that loads (the run will say why)."""
+        own = {group: config.get(group) for group in ("latency", "model", "gpu")}
+        key = digest(own)
+        if key not in self._profiles:
+            self._profiles[key] = _profile_hash(own)
+        return self._profiles[key]
+
+
+def relevant(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a resolved configuration that results depend on."""
+    kept = {key: value for key, value in config.items() if key not in RESULTLESS}
+    for group, leaf in RESULTLESS_LEAVES:
+        if isinstance(kept.get(group), Mapping):
+            kept[group] = {key: value for key, value in kept[group].items() if key != leaf}
+    return kept
+
+
+def _profile_hash(config: dict[str, Any]) -> str | None:
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate
+
+    try:
+        parts = {group: instantiate(value, _convert_="all") for group, value in config.items() if value is not None}
+        return str(parts["latency"].describe(parts["model"], parts["gpu"])["profile_hash"])
+    except (InputError, InstantiationException, KeyError, TypeError, AttributeError):
+        return None
+
+
+def code_version(command: str, config: Mapping[str, Any]) -> str:
+    """Hash of the sources that a run executes, those of foreign `_target_`s included, and of key versions."""
+    targets = [str(value).rpartition(".")[0] for key, value in leaves(config) if key.endswith("_target_")]
+    own = [*CODE, *(SEARCH if command == "goodput" else ())]
+    foreign = {"executor" if name.startswith("executor.") else name for name in targets}
+    foreign = {name for name in foreign if name and name.split(".")[0] not in CODE}
+    return digest([code_digest(*own, *sorted(foreign)), _libraries()])
+
+
+@cache
+def _libraries() -> tuple[str, ...]:
+    python = ".".join(platform.python_version_tuple()[:2])
+    return (f"python {python}", *(f"{name} {metadata.version(name)}" for name in LIBRARIES))

@@ -1,0 +1,130 @@
+"""Starting workers through a Hydra launcher: the basic one (in this process), joblib, submitit or Ray."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from confsim.configuration import config_errors, explain, fresh_hydra
+from confsim.errors import InputError
+
+WORKER_CONFIG = "sweep_worker"
+LOADER_LIMIT = 256  # worker jobs at most where the launcher's own queue decides how many run at once
+# Module of a launcher -> the extra that installs it.
+EXTRAS = {"hydra_joblib_launcher": "joblib", "hydra_submitit_launcher": "slurm", "hydra_ray_launcher": "ray"}
+
+
+class LaunchError(RuntimeError):
+    """The launcher could not start a single worker."""
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A launcher by the overrides of the command line (`hydra/launcher=...`, `hydra.launcher....`)."""
+
+    overrides: tuple[str, ...] = ()
+    workers: int | None = None
+
+    def check(self, folder: Path) -> Capacity:
+        """What the launcher can run.
+
+        Raises:
+            InputError: for a launcher or option that does not exist, or one that is not installed.
+        """
+        with fresh_hydra(WORKER_CONFIG):
+            cfg = self._compose(folder, Path("unused"))
+            target = str(cfg.hydra.launcher._target_)
+            self._installed(target)
+            return _capacity(target, cfg.hydra.launcher)
+
+    def count(self, runs: int, capacity: Capacity) -> int:
+        """Workers to start for so many runs."""
+        return max(1, min(runs, self.workers or capacity.workers))
+
+    def launch(self, folder: Path, session: Path, workers: int) -> list[dict[str, Any]]:
+        """Run workers until they end; returns what each says.
+
+        Raises:
+            Exception: what the launcher raises when a worker dies.
+        """
+        from hydra.core.global_hydra import GlobalHydra
+        from hydra.core.plugins import Plugins
+        from hydra.core.utils import JobStatus
+        from hydra.types import HydraContext
+
+        from analysis.sweep.worker import task
+
+        with fresh_hydra(WORKER_CONFIG):
+            from hydra._internal.callbacks import Callbacks
+
+            cfg = self._compose(folder, session)
+            context = HydraContext(config_loader=GlobalHydra.instance().config_loader(), callbacks=Callbacks(cfg))
+            launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=task, config=cfg)
+            own = list(cfg.hydra.overrides.task)
+            jobs = [[*own, f"worker={number}"] for number in range(workers)]
+            returned = launcher.launch(jobs, initial_job_idx=0)
+        for job in returned:
+            if job.status == JobStatus.FAILED:
+                raise job._return_value
+        return [job.return_value for job in returned]
+
+    def _compose(self, folder: Path, session: Path) -> Any:
+        from hydra.core.global_hydra import GlobalHydra
+        from hydra.types import RunMode
+
+        own = [word for word in self.overrides if not word.lstrip("+~").startswith("hydra.sweep.")]
+        words = [*own, f"hydra.sweep.dir={_quoted(folder)}", f"folder={_quoted(folder)}", f"session={_quoted(session)}"]
+        try:
+            hydra = GlobalHydra.instance().hydra
+            assert hydra is not None
+            return hydra.compose_config(
+                config_name=WORKER_CONFIG,
+                overrides=words,
+                run_mode=RunMode.MULTIRUN,
+                from_shell=False,
+                with_log_configuration=False,
+            )
+        except config_errors() as error:
+            raise InputError(explain(error, words, WORKER_CONFIG)) from error
+
+    def _installed(self, target: str) -> None:
+        from hydra.core.plugins import Plugins
+
+        if target in Plugins.instance().class_name_to_class:
+            return
+        extra = next((extra for name, extra in EXTRAS.items() if name in target), None)
+        fix = f"pip install 'confsim[{extra}]'" if extra else "install its package"
+        raise InputError(f"hydra/launcher: {target.rpartition('.')[2]} is not installed here: {fix}")
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """`workers` that can run at once; `detached`: on other machines, where they may outlive this process."""
+
+    name: str
+    workers: int
+    detached: bool = False
+
+
+def _capacity(target: str, options: Any) -> Capacity:
+    cpus = len(os.sched_getaffinity(0))
+    if "joblib" in target:
+        jobs = int(options.get("n_jobs") or -1)
+        return Capacity("joblib", jobs if jobs > 0 else max(1, cpus + 1 + jobs))
+    if target.endswith("SlurmLauncher"):
+        return Capacity("submitit_slurm", int(options.get("array_parallelism") or LOADER_LIMIT), True)
+    if "submitit" in target:
+        return Capacity("submitit_local", cpus)
+    if "ray" in target:
+        address = (options.get("ray") or {}).get("init", {}).get("address")
+        return Capacity("ray", LOADER_LIMIT if address else cpus, address is not None)
+    if "basic_launcher" in target:
+        return Capacity("basic", 1)
+    return Capacity(target.rpartition(".")[2], cpus, True)
+
+
+def _quoted(path: Path) -> str:
+    text = str(path).replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{text}'"
