@@ -13,6 +13,7 @@ from confsim.configuration import compose, did_you_mean, options, unknown_choice
 from confsim.errors import InputError
 
 TUNED = "tuned"
+AUTO = "auto"  # the same for a key that the scheme can tune; chunk_tokens=auto is a rule of the scheme's own
 MARGINS = (0.0, 0.05, 0.1, 0.2)  # candidates of slo.margin=tuned
 OWN_KEYS = ("schemes", "per_scheme", "goodput", "quiet")  # of the search, not of a simulation
 
@@ -43,9 +44,9 @@ def scheme_cases(cfg: DictConfig) -> list[SchemeCase]:
     wishes = OmegaConf.to_container(cfg.per_scheme, resolve=True)
     assert isinstance(wishes, dict)
     shared = _leaves(wishes.get("all") or {})
-    for name in wishes:
+    for name in map(str, wishes):
         if name != "all" and name not in names:
-            raise InputError(f"per_scheme.{name}: schemes={names} has no {name}{did_you_mean(str(name), names)}")
+            raise InputError(f"per_scheme.{name}: schemes={names} has no {name}{did_you_mean(name, names)}")
     bases = {name: _with_scheme(cfg, name) for name in names}
     _check_shared(shared, bases)
     return [_case(name, bases[name], shared, _leaves(wishes.get(name) or {})) for name in names]
@@ -124,23 +125,24 @@ def _case(name: str, base: DictConfig, shared: dict[str, Any], own: dict[str, An
 def _candidates(name: str, base: DictConfig) -> list[dict[str, Any]]:
     """Every combination of the values that are searched; [{}] where nothing is."""
     axes: dict[str, Sequence[Any]] = {}
-    wanted = [key for key, value in _leaves(OmegaConf.to_container(base.scheme)).items() if value == TUNED]  # type: ignore[arg-type]
-    tunable = _tunable(base) if wanted else {}
-    for key in wanted:
-        if key not in tunable:
+    options = {key: str(value) for key, value in _leaves(OmegaConf.to_container(base.scheme)).items()}  # type: ignore[arg-type]
+    tunable = _tunable(base) if {TUNED, AUTO} & {*options.values()} else {}
+    for key, value in options.items():
+        if key in tunable and value in (TUNED, AUTO):
+            axes[f"scheme.{key}"] = tunable[key]
+        elif value == TUNED:
             raise InputError(f"scheme.{key}=tuned: {name} can tune {', '.join(tunable) or 'nothing'}")
-        axes[f"scheme.{key}"] = tunable[key]
     if base.slo.get("margin") == TUNED:
         axes["slo.margin"] = MARGINS
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
 def _tunable(base: DictConfig) -> dict[str, list[Any]]:
-    """What the scheme declares: keys of its configuration, each with the values worth trying."""
+    """What the scheme declares for this cluster: keys of its configuration, each with the values worth trying."""
     from hydra.utils import instantiate
 
     declare = getattr(instantiate(base.scheme, _convert_="all"), "tunable", None)
-    return dict(declare()) if declare else {}
+    return dict(declare(instantiate(base.cluster, _convert_="all"))) if declare else {}
 
 
 def _resolved(base: DictConfig, values: dict[str, Any]) -> dict[str, Any]:

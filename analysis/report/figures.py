@@ -34,7 +34,7 @@ def numbers(values: Iterable[float | None]) -> list[float | None]:
 
 
 def _layout(x: str, y: str, height: int = 380, **changes: Any) -> dict[str, Any]:
-    base = {
+    base: dict[str, Any] = {
         "height": height,
         "margin": {"l": 64, "r": 20, "t": 14, "b": 52},
         "xaxis": {"title": {"text": x}, "automargin": True},

@@ -131,7 +131,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def _goodput(path: Path, content: dict[str, Any], budget: int) -> Goodput:
     if not isinstance(content.get("schemes"), dict):
         raise InputError(f"{path}: has no schemes; it is not a goodput result")
-    runs = {}
+    runs: dict[str, Run] = {}
     for name, scheme in content["schemes"].items():
         folder = path.parent / (scheme.get("folder") or name)
         if (folder / "summary.json").is_file():
