@@ -9,7 +9,9 @@ from confsim.kv import InPlaceKv
 from confsim.schemes.base import Instance, KvReport, Setup, group_kv
 from confsim.schemes.cobatch import CoBatchInstance
 from confsim.schemes.cost import CoBatchCost, in_turn
+from confsim.schemes.degrees import tp_candidates, tp_degree
 from confsim.schemes.fill import Limits
+from confsim.specs import ClusterSpec
 
 TUNED_CHUNKS = [512, 1024, 2048, 4096, 8192]
 
@@ -34,26 +36,28 @@ class ChunkedPrefill:
     """Options of `scheme=chunked_prefill`; `tp` None takes all GPUs."""
 
     name: str = "chunked_prefill"
-    tp: int | None = None
+    tp: int | str | None = None
     chunk_tokens: int | str = "auto"
     max_batched_tokens: int = 8192
     max_partial_prefills: int = 4
     async_schedule: bool = True
 
-    def tunable(self) -> dict[str, list[int | str]]:
-        """Values that a goodput search tries for options set to be tuned."""
-        return {"chunk_tokens": list(TUNED_CHUNKS)} if self.chunk_tokens == "tuned" else {}
+    def tunable(self, cluster: ClusterSpec | None = None) -> dict[str, list[int | str]]:
+        """Values that a goodput search tries for options set to be searched, on GPUs such as `cluster` has."""
+        axes: dict[str, list[int | str]] = {}
+        if self.tp in ("auto", "tuned"):
+            axes["tp"] = tp_candidates(cluster or ClusterSpec(4))[::-1]
+        if self.chunk_tokens == "tuned":
+            axes["chunk_tokens"] = list(TUNED_CHUNKS)
+        return axes
 
     def degree(self, setup: Setup) -> int:
         """GPUs of the TP group.
 
         Raises:
-            InputError: for a degree beyond the cluster.
+            InputError: for `auto`, which only a search can replace, or a degree that does not divide the cluster.
         """
-        tp = self.tp or setup.cluster.gpus
-        if not 1 <= tp <= setup.cluster.gpus:
-            raise InputError(f"scheme.tp={tp}: the cluster has {setup.cluster.gpus} GPUs (cluster.gpus)")
-        return tp
+        return setup.cluster.gpus if self.tp is None else tp_degree(self.tp, setup.cluster)
 
     def build(self, setup: Setup) -> Instance:
         """One loop."""
