@@ -209,7 +209,7 @@ class DisaggregatedInstance(Instance):
         for decode in self.decodes:
             decode.audit()
 
-    def counters(self) -> dict[str, int]:
+    def counters(self) -> dict[str, float]:
         """The layout that ran, the prefill side's KV, and swaps to the host."""
         return {
             "prefill_gpus": self.sides.prefill_gpus,
