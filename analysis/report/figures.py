@@ -68,7 +68,7 @@ def _limit(axis: str, value: float, text: str) -> dict[str, Any]:
 def goodput_bars(results: Results, palette: dict[str, str]) -> Figure:
     """A bar a scheme; one group of bars a search."""
     searches = results.goodputs
-    ticks = [_search_title(number, searches) for number in range(len(searches))]
+    ticks = [search.name for search in searches]
     data = []
     for scheme, colour in palette.items():
         entries = [search.content["schemes"].get(scheme) for search in searches]
@@ -105,11 +105,6 @@ def _band_bars(entries: Sequence[dict[str, Any] | None], values: Sequence[float 
         lows.append(value - band["low"]["goodput"] if band and value is not None else 0.0)
     shown = {"type": "data", "symmetric": False, "array": numbers(highs), "arrayminus": numbers(lows)}
     return {**shown, "visible": any(bands), "thickness": 1.5, "width": 8, "color": LIMIT_COLOUR}
-
-
-def _search_title(number: int, searches: Sequence[Goodput]) -> str:
-    content = searches[number].content
-    return f"{number + 1}: {content.get('model')} on {content.get('gpu')}" if len(searches) > 1 else searches[0].name
 
 
 def _bar_text(entry: dict[str, Any] | None) -> str:

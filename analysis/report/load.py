@@ -46,7 +46,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Goodput:
-    """A goodput search; `runs` are the full runs at each scheme's goodput, by scheme."""
+    """A goodput search, named by its load; `runs` are the full runs at each scheme's goodput, by scheme."""
 
     name: str
     folder: Path
@@ -97,12 +97,16 @@ def _find(folder: Path) -> Iterator[Path]:
 
 
 def _load(paths: Sequence[Path]) -> Results:
-    goodputs, simulations, skipped = [], [], []
+    goodputs: list[Goodput] = []
+    simulations: list[Run] = []
+    skipped: list[str] = []
     budget = DRAWN_RUNS
+    several = sum(path.name == "goodput.json" for path in paths) > 1
     for path in paths:
         content = read_json(path)
         if path.name == "goodput.json":
-            goodput = _goodput(path, content, budget)
+            prefix = f"{len(goodputs) + 1}: " if several else ""
+            goodput = _goodput(path, content, budget, prefix)
             budget -= len(goodput.runs)
             goodputs.append(goodput)
         elif "attainment" not in content:
@@ -128,7 +132,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _goodput(path: Path, content: dict[str, Any], budget: int) -> Goodput:
+def _goodput(path: Path, content: dict[str, Any], budget: int, prefix: str) -> Goodput:
+    """A search; where there are several, names begin with its number."""
     if not isinstance(content.get("schemes"), dict):
         raise InputError(f"{path}: has no schemes; it is not a goodput result")
     runs: dict[str, Run] = {}
@@ -136,8 +141,9 @@ def _goodput(path: Path, content: dict[str, Any], budget: int) -> Goodput:
         folder = path.parent / (scheme.get("folder") or name)
         if (folder / "summary.json").is_file():
             summary = read_json(folder / "summary.json")
-            runs[name] = _run(folder, summary, len(runs) < budget, name)
-    return Goodput(path.parent.name, path.parent, content, runs)
+            runs[name] = _run(folder, summary, len(runs) < budget, prefix + name)
+    label = str(content.get("label") or path.parent.name)
+    return Goodput(prefix + label, path.parent, content, runs)
 
 
 def _run(folder: Path, summary: dict[str, Any], drawn: bool, scheme: str | None = None) -> Run:

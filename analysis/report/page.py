@@ -195,20 +195,22 @@ def _names(names: list[str]) -> str:
 def _goodput_section(page: Page, results: Results, palette: dict[str, str]) -> None:
     if not results.goodputs:
         return
-    page.heading("Goodput", "The highest request rate at which the target share of requests gets every token on time.")
+    note = "The highest request rate at which the target share of requests gets every token on time."
+    if any(entry.get("band") for goodput in results.goodputs for entry in goodput.content["schemes"].values()):
+        note += " Error bars: with all latencies longer or shorter by the held-out error of the latency profile."
+    page.heading("Goodput", note)
     page.figure(draw.goodput_bars(results, palette))
-    for number, goodput in enumerate(results.goodputs):
+    for goodput in results.goodputs:
         if len(results.goodputs) > 1:
-            page.heading(f"{number + 1}: {goodput.name}", _setting(goodput.content), level=3)
+            page.heading(goodput.name, _setting(goodput.content), level=3)
         _goodput_table(page, goodput)
     page.heading(
         "Attainment against rate",
         "Joined points are runs to the end. Open circles (pass) and crosses (fail) were stopped as soon as their "
         "verdict was certain: the bars are the bounds of their attainment. The star is the goodput.",
     )
-    for number, goodput in enumerate(results.goodputs):
-        caption = f"{number + 1}: {goodput.name}" if len(results.goodputs) > 1 else ""
-        page.figure(draw.attainment_curves(goodput, palette), caption)
+    for goodput in results.goodputs:
+        page.figure(draw.attainment_curves(goodput, palette), goodput.name if len(results.goodputs) > 1 else "")
     _probe_tables(page, results)
 
 
