@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from confsim.api import build
 from confsim.engine import Run, Simulation
 from confsim.errors import InputError
 from confsim.provenance import provenance
@@ -19,6 +20,9 @@ from confsim.record import Track, iterations_table
 from confsim.request import Request
 from confsim.result import write_json, write_table
 from confsim.slo import TOLERANCE
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 PARTS = ("linear", "prefill_attention", "decode_attention", "communication", "head", "overhead")
 
@@ -85,6 +89,24 @@ class ScenarioResult:
         folder.mkdir(parents=True, exist_ok=True)
         write_table(folder / "iterations.parquet", self.iterations)
         write_json(folder / "summary.json", self.summary)
+
+
+def run(cfg: DictConfig) -> ScenarioResult:
+    """The scenario of a configuration of `confsim scenario`.
+
+    Raises:
+        InputError: for values that contradict each other or cannot be.
+    """
+    for key in ("prefills", "prefill_tokens"):
+        if not _whole(cfg[key], 1):
+            raise InputError(f"{key}={cfg[key]}: use a whole number, 1 or more")
+    if cfg.rate is not None or cfg.horizon_s is not None:
+        raise InputError("rate and horizon_s mean nothing in a scenario: prefills come one after the other")
+    if not str(cfg.trace.get("_target_")).endswith("FixedTrace") or cfg.arrivals.get("concurrency") != 1:
+        raise InputError("trace and arrivals of a scenario are fixed: set prefill_tokens and prefills instead")
+    counts = cfg.decodes_per_gpu
+    decodes = list(counts) if isinstance(counts, Sequence) and not isinstance(counts, str) else counts
+    return run_scenario(build(cfg), Scenario(decodes, cfg.decode_context, cfg.decode_tokens))
 
 
 def run_scenario(simulation: Simulation, scenario: Scenario) -> ScenarioResult:

@@ -6,16 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from analysis.charts import Figure, bars, write_svg
 from analysis.commands.shared import in_sweep, make_console, print_warnings, run_folder, seconds, shown
-from confsim import api
-from confsim.errors import InputError
-from confsim.scenario import PARTS, Scenario, ScenarioResult, run_scenario
+from confsim.scenario import PARTS, run
 
 DRAWN = 40  # iterations that the plot shows, from the first on
 NAMES = {part: part.replace("_", " ") for part in PARTS}
@@ -39,25 +37,6 @@ def command(cfg: DictConfig) -> None:
         console.print(one_line(result.summary), markup=False, highlight=False)
     else:
         print_result(console, result.summary, folder)
-
-
-def run(cfg: DictConfig) -> ScenarioResult:
-    """The scenario of a configuration.
-
-    Raises:
-        InputError: for a user's mistake.
-    """
-    for key, least in (("prefills", 1), ("prefill_tokens", 1)):
-        value = cfg[key]
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise InputError(f"{key}={value}: use a whole number, {least} or more")
-    if cfg.rate is not None or cfg.horizon_s is not None:
-        raise InputError("rate and horizon_s mean nothing in a scenario: prefills come one after the other")
-    if not str(cfg.trace.get("_target_")).endswith("FixedTrace") or cfg.arrivals.get("concurrency") != 1:
-        raise InputError("trace and arrivals of a scenario are fixed: set prefill_tokens and prefills instead")
-    decodes: Any = OmegaConf.to_object(cfg.decodes_per_gpu) if OmegaConf.is_list(cfg.decodes_per_gpu) else None
-    scenario = Scenario(decodes or cfg.decodes_per_gpu, cfg.decode_context, cfg.decode_tokens)
-    return run_scenario(api.build(cfg), scenario)
 
 
 # --- on the terminal -------------------------------------------------------------------------------------------------
