@@ -12,6 +12,7 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -28,7 +29,7 @@ from executor.message import Failure, Iteration, RankConfig, Ready, Report
 from executor.serve import process_device, serve
 
 DAY = timedelta(days=1)
-POLL = timedelta(seconds=0.5)
+POLL_S = 0.001
 
 
 def joined_team(model: ModelConfig, layout: Layout, device: Device, kv: KvConfig) -> JoinedTeam | None:
@@ -77,6 +78,9 @@ class JoinedTeam:
                 good = serve(_StoreLine(self._store, self._config.rank), self._config, connect, device)
             except EOFError:
                 good = False
+            if not good:
+                # A launcher ends all ranks as soon as one does: let the driver say why first.
+                _wait_for(self._store, "closed", 10.0)
             sys.stderr.flush()
             os._exit(0 if good else 1)
         line = _LocalLine(self._inbox, self._outbox)
@@ -102,13 +106,13 @@ class JoinedTeam:
 
     def close(self, at_once: bool) -> None:
         """Tell all ranks to end."""
+        _put(self._store, "closed", None)
         _put(self._store, f"plan/{self._number + 1}", None)
         self._inbox.put(None)
         if not at_once:
             self._thread.join(timeout=10.0)
-            keys = [f"gone/{rank}" for rank in range(1, self._size)]
-            if keys:
-                _wait_quietly(self._store, keys)  # the store of rank 0 must outlive their last look
+            for rank in range(1, self._size):  # the store of rank 0 must outlive their last look
+                _wait_for(self._store, f"gone/{rank}", 10.0)
 
     def _collect(self, key: str) -> list[Ready | Report]:
         """One message of every rank, in rank order."""
@@ -117,13 +121,15 @@ class JoinedTeam:
         found: dict[int, Ready | Report] = {}
         while own is None or missing:
             if own is None:
-                own = _take(self._outbox, 0.0 if missing else 0.5)
+                own = _take(self._outbox, POLL_S)
                 if isinstance(own, Failure) and not own.lost_peer:
                     self._fail(own)
             self._raise_failure(own)
-            if missing and _is_there(self._store, f"{key}/{missing[0]}"):
+            if missing and self._store.check([f"{key}/{missing[0]}"]):
                 found[missing[0]] = pickle.loads(self._store.get(f"{key}/{missing[0]}"))
                 missing.pop(0)
+            elif own is not None:
+                time.sleep(POLL_S)
         assert not isinstance(own, Failure)
         return [own, *(found[rank] for rank in range(1, self._size))]
 
@@ -226,21 +232,16 @@ def _put(store: Any, key: str, message: object) -> None:
 
 def _take(box: queue.SimpleQueue[Any], seconds: float) -> Any:
     try:
-        return box.get(timeout=seconds) if seconds else box.get_nowait()
+        return box.get(timeout=seconds)
     except queue.Empty:
         return None
 
 
-def _is_there(store: Any, key: str) -> bool:
+def _wait_for(store: Any, key: str, seconds: float) -> None:
+    """Until a key is there, for so long at most; a store that is gone ends the wait."""
+    deadline = time.monotonic() + seconds
     try:
-        store.wait([key], POLL)
-    except dist.DistStoreError:
-        return False
-    return True
-
-
-def _wait_quietly(store: Any, keys: list[str]) -> None:
-    try:
-        store.wait(keys, timedelta(seconds=10))
+        while time.monotonic() < deadline and not store.check([key]):
+            time.sleep(POLL_S)
     except dist.DistError:
         return

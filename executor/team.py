@@ -15,10 +15,14 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from confsim.kv import KvConfig
+from executor.collectives import Meeting, thread_groups, thread_meetings
 from executor.config import Device, Layout, ModelConfig
 from executor.errors import RankError
 from executor.message import Failure, Iteration, RankConfig, Ready, Report
+from executor.serve import name_signal, serve
 
 GRACE_S = 2.0  # how long to listen for the root cause once a rank has failed
 
@@ -168,8 +172,6 @@ class ProcessTeam:
         return RankError(f"rank {rank} of {len(self._lines)} {cause} {where}", rank, cause, log)
 
     def _obituary(self, rank: int) -> str:
-        from executor.serve import name_signal
-
         try:
             code = self._processes[rank].wait(GRACE_S)
         except subprocess.TimeoutExpired:
@@ -193,13 +195,16 @@ class ThreadTeam:
         self._inboxes: list[queue.SimpleQueue[Iteration | None]] = [queue.SimpleQueue() for _ in configs]
         self._outbox: queue.SimpleQueue[Ready | Report | Failure] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._meetings: dict[str, list[Meeting]] = {}
+        self._former_threads = 0
         self._sent = -1
 
     def start(self) -> list[Ready]:
         """Start the ranks and wait until all are ready."""
-        from executor.collectives import thread_meetings
-
         first = self._configs[0]
+        if first.device.kind == "cpu":
+            self._former_threads = torch.get_num_threads()
+            torch.set_num_threads(first.device.torch_threads)  # of the whole process, until close
         self._meetings = thread_meetings(first.layout, first.device.collective_timeout_s)
         for config in self._configs:
             thread = threading.Thread(target=self._run, args=(config,), name=f"rank{config.rank}", daemon=True)
@@ -228,13 +233,10 @@ class ThreadTeam:
             inbox.put(None)
         for thread in self._threads:
             thread.join(timeout=30.0)
+        if self._former_threads:
+            torch.set_num_threads(self._former_threads)
 
     def _run(self, config: RankConfig) -> None:
-        import torch
-
-        from executor.collectives import thread_groups
-        from executor.serve import serve
-
         device = torch.device(config.device.kind)
         line = _Boxes(self._inboxes[config.rank], self._outbox)
         if not serve(line, config, lambda: thread_groups(config.layout, config.rank, self._meetings), device):

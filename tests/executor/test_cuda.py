@@ -1,0 +1,461 @@
+"""The CUDA modules without a GPU: fake tensors, stand-ins for the driver and for streams, flash-attn's signatures."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from executor_harness import THREADS, prompts, tiny
+from fake_cuda import fake_cuda
+from flash_stub import FLASH2, FLASH3
+
+from confsim.errors import InputError
+from confsim.kv import KvConfig
+from executor.attention import DecodeBatch, PrefillBatch, SdpaKernels
+from executor.clock import HostClock
+from executor.collectives import Groups, Solo
+from executor.config import Device, Layout, Sampling
+from executor.cuda import flash, green_context
+from executor.cuda.graphs import GraphedLinear, counted
+from executor.cuda.streams import EventClock, StreamApi, StreamFork
+from executor.exchange import Exchange
+from executor.fork import ThreadFork, TurnFork
+from executor.kv import UnitPool
+from executor.layouts.base import Parts
+from executor.layouts.xp import XpRunner
+from executor.ledger import Ledger
+from executor.message import Chunk, Iteration, NewRequest
+from executor.model import EagerLinear, Transformer
+from executor.place import Place
+from executor.runtime import Runtime
+from executor.weights import load_weights
+
+ROOT = Path(__file__).resolve().parents[2]
+CUDA = Device("cuda", "bfloat16")
+
+
+def varlen(*args: object, **kwargs: object) -> torch.Tensor:
+    """`varlen_attn` of the installed PyTorch, which checks its arguments; its kernel is stood in for on CPU."""
+    from flash_stub import _attend
+    from torch.nn.attention import varlen as module
+
+    captured: dict[str, object] = {}
+
+    def kernel(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, window, gqa, used, table, splits):  # type: ignore[no-untyped-def]
+        assert (causal, gqa, scale) == (True, True, None)
+        assert k.shape[1] % 256 == 0
+        captured["out"] = _attend(q, (k, v), table, cu_q, used)
+        return captured["out"], None, None
+
+    original = torch.ops.torch_attn._varlen_attn
+    if args[0].device.type != "cpu":  # type: ignore[attr-defined]
+        return module.varlen_attn(*args, **kwargs)  # type: ignore[arg-type,return-value]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.ops.torch_attn, "_varlen_attn", kernel)
+        out = module.varlen_attn(*args, **kwargs)  # type: ignore[arg-type]
+    assert torch.ops.torch_attn._varlen_attn is original
+    return out  # type: ignore[return-value]
+
+
+KERNELS = {
+    "flash2": flash.Flash2Kernels(FLASH2, "2.8.3"),
+    "flash3": flash.Flash3Kernels(FLASH3, "3.0.0", prefill_margin=32, decode_margin=100),
+    "varlen": flash.VarlenKernels(varlen),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_agree_with_sdpa(name: str) -> None:
+    """Every argument means what flash-attn documents: lengths, offsets, pages, alignment of the causal mask."""
+    torch.manual_seed(0)
+    page, kernels = 256, KERNELS[name]
+    keys, values = torch.randn(9, page, 2, 16), torch.randn(9, page, 2, 16)
+    table = torch.tensor([[3, 1], [5, 0], [7, 8]], dtype=torch.int32)
+    chunks = PrefillBatch((4, 300, 1), (259, 300, 40), table)
+    q = torch.randn(305, 6, 16)
+    torch.testing.assert_close(
+        kernels.prefill(q, keys, values, chunks), SdpaKernels().prefill(q, keys, values, chunks), atol=1e-5, rtol=1e-5
+    )
+    decodes = DecodeBatch(np.array([500, 1, 37]), table, page)
+    q = torch.randn(3, 6, 16)
+    torch.testing.assert_close(
+        kernels.decode(q, keys, values, decodes), SdpaKernels().decode(q, keys, values, decodes), atol=1e-5, rtol=1e-5
+    )
+
+
+def test_decode_buckets_bound_the_padding() -> None:
+    lengths = np.array([1000, 3, 5, 900, 2, 16])
+    batch = DecodeBatch(lengths, torch.zeros(6, 63, dtype=torch.int32), 16)
+    assert sorted(len(bucket.block_table) for bucket in batch.buckets) == [1, 1, 1, 1, 2]
+    even = DecodeBatch(np.array([100, 90, 110]), torch.zeros(3, 7, dtype=torch.int32), 16)
+    assert [bucket.members for bucket in even.buckets] == [None]
+
+
+@pytest.mark.parametrize("name", ["flash2", "flash3", "varlen", "sdpa"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_forward_on_a_fake_gpu(name: str, family: str) -> None:
+    """A mixed iteration from plan to logits: all tensors stay on the GPU, in bfloat16, with the right shapes."""
+    model = tiny(family)
+    with fake_cuda() as device:
+        place = Place.of(0, Layout("xp"), model)
+        groups = Groups(Solo(), Solo(), Solo(), Solo())
+        weights = load_weights(model, place, torch.bfloat16, device)
+        transformer = Transformer(model, place, weights, None)
+        pool = UnitPool(64, 256, 16, (3, 4, 16), torch.bfloat16, device)
+        ledger = Ledger(place, groups, pool, True)
+        kernels = SdpaKernels() if name == "sdpa" else KERNELS[name]
+        linear = EagerLinear(transformer)
+        parts = Parts(place, groups, pool, kernels, HostClock(), TurnFork(), Exchange(place, groups), linear, linear, 3)
+        runner = XpRunner(parts)
+        new = (NewRequest(0, np.arange(20), Sampling()), NewRequest(1, np.arange(30), Sampling()))
+        first = Iteration(0, (Chunk(0, 0, (20,), True, 0),), ((),), (), new)
+        work = ledger.prepare(first)
+        hidden = runner.forward(work)
+        assert (hidden.shape, hidden.device, hidden.dtype) == ((1, 64), device, torch.bfloat16)
+        ledger.settle(first, work, torch.zeros(1, dtype=torch.int64, device=device))
+        mixed = Iteration(1, (Chunk(1, 0, (7,), False, -1),), ((0,),), (), ())
+        work = ledger.prepare(mixed)
+        logits = transformer.logits(runner.forward(work))
+        assert (logits.shape, logits.device) == ((1, 131), device)
+        assert (work.prefill_rows, work.decode_rows) == (7, 1)
+
+
+@pytest.mark.parametrize(("page", "good"), [(16, False), (128, False), (256, True), (512, True), (None, True)])
+def test_flash_attn_2_page_sizes(monkeypatch: pytest.MonkeyPatch, page: int | None, good: bool) -> None:
+    """E9: checked against the installed version when the runtime is configured."""
+    monkeypatch.setattr(flash, "_module", lambda name: FLASH2 if name == "flash_attn" else None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    device = Device("cuda", "bfloat16", attention="flash", page_tokens=page)
+    if good:
+        Runtime(tiny(), Layout("xp", 2, 1), device)
+        assert flash.default_page_tokens(device, 16) == 256
+    else:
+        with pytest.raises(InputError, match=r"flash-attn 2 2\.8\.3 takes multiples of 256"):
+            Runtime(tiny(), Layout("xp", 2, 1), device)
+
+
+def test_choice_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, object] = {}
+    monkeypatch.setattr(flash, "_module", found.get)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    assert flash.choose(CUDA).name == "sdpa"
+    found["torch.nn.attention.varlen"] = SimpleNamespace(varlen_attn=varlen)
+    assert flash.choose(CUDA).name == "torch varlen"
+    found["flash_attn"] = FLASH2
+    assert flash.choose(CUDA).name == "flash-attn 2"
+    found["flash_attn_interface"] = FLASH3
+    chosen = flash.choose(Device("cuda", "bfloat16", overlap="partition", decode_sms=32))
+    assert isinstance(chosen, flash.Flash3Kernels)
+    assert (chosen.prefill_margin, chosen.decode_margin) == (32, 100)
+    assert flash.choose(Device("cuda", "float32")).name == "sdpa"
+    with pytest.raises(InputError, match="not float32"):
+        flash.choose(Device("cuda", "float32", attention="flash"))
+    found.clear()
+    with pytest.raises(InputError, match=r"needs flash-attn 2\.5"):
+        flash.choose(Device("cuda", "bfloat16", attention="flash"))
+    found["flash_attn"] = SimpleNamespace(__version__="2.3.0")
+    with pytest.raises(InputError, match="no paged KV"):
+        flash.choose(CUDA)
+
+
+def test_no_gpu_is_said_before_ranks_start() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(InputError, match="no CUDA device here"):
+        Runtime(tiny(), Layout("xp"), CUDA)
+
+
+def test_empty_chunks_never_reach_a_kernel() -> None:
+    """E10: zero-length sequences are dropped with the plan; an iteration with nothing left is still one."""
+    from confsim.plan import DecodeBatch as Decodes
+    from confsim.plan import IterationPlan, PrefillChunk
+    from confsim.request import Request
+
+    with Runtime(tiny(), Layout("xp", 2, 1), THREADS, KvConfig(capacity_tokens=256)) as runtime:
+        batches = (Decodes(0), Decodes(1))
+        runtime.add(0, prompts([9])[0])
+        runtime.add(1, prompts([4])[0])
+        empty = PrefillChunk(Request(0, 0.0, 9), 0, (0, 0))
+        last = PrefillChunk(Request(1, 0.0, 4), 0, (0, 4), True, -1)
+        assert runtime.run(IterationPlan((empty,), batches)).tokens == {}
+        assert set(runtime.run(IterationPlan((empty, last), batches)).tokens) == {1}
+
+
+class Stream:
+    """A CUDA stream in miniature: work is queued, and runs when somebody synchronises, other streams first."""
+
+    def __init__(self, api: FakeStreams, delayed: bool = False) -> None:
+        self.api = api
+        self.delayed = delayed
+        self.queue: list[object] = []
+
+    def wait_event(self, event: Event) -> None:
+        self.queue.append(("wait", event))
+
+
+class Event:
+    """Done once its place in its stream's queue is reached."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def record(self, stream: Stream) -> None:
+        self.done = False
+        stream.queue.append(("record", self))
+
+
+class FakeStreams:
+    """Streams whose interleaving is the worst that the events allow: the delayed one runs only when it must."""
+
+    def __init__(self) -> None:
+        self.caller, self.prefill, self.decode = Stream(self), Stream(self, True), Stream(self)
+        self.current = self.caller
+
+    @contextmanager
+    def use(self, stream: Stream):  # type: ignore[no-untyped-def]
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def launch(self, work) -> None:  # type: ignore[no-untyped-def]
+        self.current.queue.append(("run", work))
+
+    def finish(self) -> None:
+        order = [self.caller, self.decode, self.prefill]
+        while any(stream.queue for stream in order):
+            ready = next((stream for stream in order if stream.queue and self._can(stream)), None)
+            assert ready is not None, "deadlock"
+            kind, item = ready.queue.pop(0)  # type: ignore[misc]
+            if kind == "run":
+                item()
+            elif kind == "record":
+                item.done = True
+
+    def _can(self, stream: Stream) -> bool:
+        kind, item = stream.queue[0]  # type: ignore[misc]
+        return kind != "wait" or item.done
+
+
+def test_every_hand_over_between_streams_has_an_event() -> None:
+    """E8: with the prefill stream delayed as far as events allow, each reader still sees what it must see."""
+    streams = FakeStreams()
+    api = StreamApi(streams.use, lambda: streams.current, Event)
+    fork = StreamFork(streams.prefill, streams.decode, api, "streams", {})
+    memory = {"qkv": 0, "prefill": 0, "decode": 0}
+    seen = []
+
+    def linear(value: int) -> None:
+        streams.launch(lambda: (seen.append((memory["prefill"], memory["decode"])), memory.update(qkv=value)))
+
+    def path(name: str) -> None:
+        streams.launch(lambda: memory.update({name: memory["qkv"] * 10}))
+
+    for layer in (1, 2, 3):
+        linear(layer)
+        fork.run(lambda: path("prefill"), lambda: path("decode"))
+    linear(4)
+    streams.finish()
+    assert seen == [(0, 0), (10, 10), (20, 20), (30, 30)]
+
+
+def test_delayed_path_on_threads_changes_nothing() -> None:
+    """The same on CPU: the merged batch waits for the slower of the two paths."""
+    fork = ThreadFork()
+    out = torch.zeros(2)
+
+    def slow() -> None:
+        time.sleep(0.05)
+        out[0] = 1
+
+    fork.run(slow, lambda: out[1].fill_(2))
+    assert out.tolist() == [1, 2]
+    with pytest.raises(ValueError, match="decode"):
+        fork.run(lambda: None, lambda: (_ for _ in ()).throw(ValueError("decode")))
+    with pytest.raises(ValueError, match="prefill"):
+        fork.run(lambda: (_ for _ in ()).throw(ValueError("prefill")), slow)
+    fork.close()
+
+
+class TimedEvent:
+    """Records a shared clock that the test turns."""
+
+    now_ms = 0.0
+
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def record(self, stream: object) -> None:
+        self.at = TimedEvent.now_ms
+
+    def synchronize(self) -> None:
+        return None
+
+    def elapsed_time(self, other: TimedEvent) -> float:
+        return other.at - self.at
+
+
+def test_event_clock_accounts_by_stage() -> None:
+    clock = EventClock(StreamApi(lambda s: None, lambda: None, TimedEvent))
+    clock.start()
+    for name, ms in (("linear", 4.0), ("decode_attention", 3.0), ("prefill_attention", 2.0), ("linear", 1.0)):
+        with clock.stage(name):
+            TimedEvent.now_ms += ms
+    TimedEvent.now_ms += 2.0
+    spent = clock.stop()
+    assert spent.duration_s == pytest.approx(0.012)
+    assert spent.stages["linear"] == pytest.approx(0.005)
+    assert spent.busy_share == pytest.approx((5 + 3) / 12)
+
+
+class Driver:
+    """cuda-bindings as far as a split needs it: 132 SMs, granted in multiples of 8."""
+
+    CUresult = SimpleNamespace(CUDA_SUCCESS=0)
+    CUdevResourceType = SimpleNamespace(CU_DEV_RESOURCE_TYPE_SM="sm")
+    CUgreenCtxCreate_flags = SimpleNamespace(CU_GREEN_CTX_DEFAULT_STREAM=1)
+    CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
+
+    def __init__(self) -> None:
+        self.splits: list[tuple[object, ...]] = []
+        self.streams: list[tuple[object, ...]] = []
+
+    def cuDeviceGet(self, index: int) -> tuple[object, ...]:
+        return 0, f"device{index}"
+
+    def cuDeviceGetDevResource(self, device: str, kind: str) -> tuple[object, ...]:
+        return 0, 132
+
+    def cuDevSmResourceSplitByCount(self, groups: int, resource: int, flags: int, count: int) -> tuple[object, ...]:
+        self.splits.append((groups, resource, count))
+        granted = -(-count // 8) * 8
+        return 0, [granted], groups, resource - granted
+
+    def cuDevResourceGenerateDesc(self, resources: list[int], count: int) -> tuple[object, ...]:
+        return 0, resources[0]
+
+    def cuGreenCtxCreate(self, descriptor: int, device: str, flags: int) -> tuple[object, ...]:
+        return 0, descriptor
+
+    def cuGreenCtxGetDevResource(self, context: int, kind: str) -> tuple[object, ...]:
+        return 0, SimpleNamespace(sm=SimpleNamespace(smCount=context))
+
+    def cuGreenCtxStreamCreate(self, context: int, flags: int, priority: int) -> tuple[object, ...]:
+        self.streams.append((context, flags))
+        return 0, f"stream of {context}"
+
+
+def test_one_split_decode_first_and_sizes_read_back() -> None:
+    """E7: what was granted counts, not what was asked for."""
+    driver = Driver()
+    parts = green_context.split_device(driver, 0, 30)
+    assert driver.splits == [(1, 132, 30)]
+    assert parts == (("stream of 32", 32), ("stream of 100", 100))
+    assert [flags for _, flags in driver.streams] == [1, 1]
+
+
+def test_driver_refusal_names_the_error() -> None:
+    driver = Driver()
+    driver.cuDeviceGetDevResource = lambda device, kind: (801, None)  # type: ignore[method-assign]
+    with pytest.raises(green_context.PartitionError, match="801"):
+        green_context.split_device(driver, 0, 32)
+
+
+def test_overlapping_partitions_are_refused() -> None:
+    green_context.check_disjoint({0, 1}, {2, 3})
+    with pytest.raises(green_context.PartitionError, match=r"share SMs \[2\]"):
+        green_context.check_disjoint({0, 1, 2}, {2, 3})
+
+
+@pytest.mark.parametrize(
+    ("asked", "capability", "granted"), [(30, (9, 0), 32), (32, (9, 0), 32), (1, (9, 0), 8), (5, (8, 0), 6)]
+)
+def test_sm_counts_are_rounded_as_the_driver_does(asked: int, capability: tuple[int, int], granted: int) -> None:
+    assert green_context.round_sms(asked, 132, capability) == granted
+
+
+def test_a_partition_leaves_something_for_prefill() -> None:
+    with pytest.raises(green_context.PartitionError, match="leave none"):
+        green_context.round_sms(130, 132, (9, 0))
+
+
+def test_graphs_pad_and_fall_back() -> None:
+    """Segments replayed on padded static buffers give the rows that running them gives; larger batches run eagerly."""
+    model = tiny("qwen3")
+    place = Place.of(0, Layout("tp"), model)
+    cpu = torch.device("cpu")
+    transformer = Transformer(model, place, load_weights(model, place, torch.float32, cpu), None)
+    captured = []
+
+    def capture(segment):  # type: ignore[no-untyped-def]
+        captured.append(segment)
+        return segment
+
+    graphed, eager = GraphedLinear(transformer, (4, 16), capture, cpu), EagerLinear(transformer)
+    assert len(captured) == 2 * (model.num_hidden_layers + 1)
+    for rows in (3, 16, 1, 0, 17, 4):
+        ids, positions = torch.randint(0, 131, (rows,)), torch.arange(rows) + 5
+        attention = torch.randn(3, rows, 8 * 16)
+        found = [
+            [
+                side.begin(ids, positions).clone(),
+                *(side.advance(i, attention[i]).clone() for i in range(2)),
+                side.finish(attention[2]).clone(),
+            ]
+            for side in (graphed, eager)
+        ]
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_replays_count_their_collectives() -> None:
+    counts: Counter[str] = Counter()
+
+    def segment() -> None:
+        counts["all_reduce"] += 64
+
+    def capture(run):  # type: ignore[no-untyped-def]
+        run()  # warms up
+        run()  # is captured
+        return lambda: None
+
+    replay = counted(capture, counts)(segment)
+    counts.clear()
+    replay()
+    replay()
+    assert counts == {"all_reduce": 128}
+
+
+def test_import_needs_neither_flash_attn_nor_cuda() -> None:
+    """E11: everything imports on a CPU-only machine; `import executor` alone does not even load torch."""
+    code = (
+        "import sys, executor; assert 'torch' not in sys.modules;"
+        "import executor.cuda.flash, executor.cuda.graphs, executor.cuda.streams, executor.gpu_check, executor.check;"
+        "assert not any(name.startswith(('flash_attn', 'cuda.')) for name in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_gpu_script_in_cpu_mode(tmp_path: Path) -> None:
+    import json
+
+    from executor.gpu_check import main
+
+    out = tmp_path / "check.json"
+    assert main(["--device", "cpu", "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found["equivalence"]["failed"] == 0
+    assert found["left_out"] == []
+    assert [row["fork"] for row in found["overlap"]["together"]] == ["turn", "threads"]
+    assert [row["overlap"] for row in found["iterations"]["rows"]] == ["none", "none", "turn"]
+    assert main(["--device", "cpu", "--out", str(out), "--limit-s", "-1"]) == 0
+    assert len(json.loads(out.read_text())["left_out"]) == 4
