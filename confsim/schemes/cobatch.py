@@ -6,7 +6,6 @@ Conflux, chunked prefill and uniform sequence parallelism are this loop with dif
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from heapq import heappop, heappush
 from time import perf_counter
 from typing import Any
 
@@ -22,6 +21,7 @@ from confsim.request import Request
 from confsim.schemes.base import Instance, Setup
 from confsim.schemes.cost import CoBatchCost, DecodeLoad
 from confsim.schemes.fill import Fill, Guess, Limits
+from confsim.schemes.holders import Holders
 
 
 class CoBatchInstance(Instance):
@@ -51,8 +51,7 @@ class CoBatchInstance(Instance):
         latency = cost.latency
         self._backend: Backend = setup.backend.create(cost, self._noise, latency.tp, latency.sp, name)
         self._guess = Guess()
-        self._holders: dict[int, Request] = {}  # requests with KV
-        self._ages: list[tuple[float, int]] = []  # heap of holders by arrival, those that left included
+        self._holders = Holders()
         self._partials: dict[int, Request] = {}  # prompts in progress
         self._in_transfer = 0
         self._landed: list[Request] = []  # KV has arrived, decode starts in the next iteration
@@ -81,7 +80,7 @@ class CoBatchInstance(Instance):
         if not self.kv.place(request, group):
             self.kv.copies.cancel(request)
             return False
-        self._hold(request)
+        self._holders.add(request)
         self._count(request)
         request.prefilled = request.target_tokens
         request.group = group
@@ -101,7 +100,7 @@ class CoBatchInstance(Instance):
             assert pool.free >= 0 and pool.held >= 0 and pool.cached >= 0
             assert pool.cached == len(kv.copies.idle) * kv.copies.entry_units
             units = kv.copies.held_units()
-            for request in self._holders.values():
+            for request in self._holders:
                 if request.status == "decode":
                     steps = max(1, len(loop.times) - loop.starts[request.id] + loop.grown)
                     blocks = kv.copies.units(request.target_tokens + steps)
@@ -291,21 +290,17 @@ class CoBatchInstance(Instance):
     def _start(self, request: Request) -> bool:
         if not self.kv.start(request):
             return False
-        self._hold(request)
+        self._holders.add(request)
         return True
-
-    def _hold(self, request: Request) -> None:
-        self._holders[request.id] = request
-        heappush(self._ages, (request.arrival_s, request.id))
 
     def _cancel(self, request: Request) -> None:
         self.kv.copies.cancel(request)
-        del self._holders[request.id]
+        self._holders.remove(request)
 
     def _extend(self, request: Request, tokens: int) -> bool:
         """Room for `tokens` of a prompt; the oldest holder makes room."""
         while not self.kv.copies.extend(request, tokens):
-            if not self._is_oldest(request):
+            if not self._holders.is_oldest(request):
                 return False
             short = min(range(len(self.kv.pools)), key=lambda group: self.kv.pools[group].available)
             victim = self._victim(short)
@@ -324,7 +319,7 @@ class CoBatchInstance(Instance):
             group = self._placement.choose(self._group_loads(), need)
             if group >= 0 and self.kv.place(request, group):
                 return group
-            if not self._is_oldest(request):
+            if not self._holders.is_oldest(request):
                 return -1
             victim = self._victim_anywhere(request)
             if victim is None:
@@ -337,16 +332,10 @@ class CoBatchInstance(Instance):
             for batch, pool in zip(self.loop.batches, self.kv.pools, strict=True)
         ]
 
-    def _is_oldest(self, request: Request) -> bool:
-        ages = self._ages
-        while ages[0][1] not in self._holders:
-            heappop(ages)
-        return ages[0] == (request.arrival_s, request.id)
-
     def _victim(self, group: int) -> Request | None:
         """The latest-arrived holder of KV in a group that is neither the oldest holder nor in transfer."""
         held = [*self.loop.batches[group].members.values(), *self._partials.values()]
-        able = [request for request in held if not self._is_oldest(request)]
+        able = [request for request in held if not self._holders.is_oldest(request)]
         return max(able, key=lambda request: (request.arrival_s, request.id), default=None)
 
     def _victim_anywhere(self, request: Request) -> Request | None:
@@ -369,7 +358,7 @@ class CoBatchInstance(Instance):
             if request in self._aside:
                 self._aside.remove(request)
             self.kv.release(request, -1, 0)
-        del self._holders[request.id]
+        self._holders.remove(request)
         request.status = "queued"
         request.prefilled = 0
         request.group = -1
@@ -417,7 +406,7 @@ class CoBatchInstance(Instance):
 
     def _end(self, request: Request, group: int, tokens: int) -> None:
         self.kv.release(request, group, tokens)
-        del self._holders[request.id]
+        self._holders.remove(request)
         self._released.append(request.id)
         self.complete(request, self.env.now)
 
