@@ -24,11 +24,12 @@ from rich.console import Console
 from analysis.sweep.expand import Grid
 from analysis.sweep.folder import PLAN, TABLE, SweepFolder, failure_of
 from analysis.sweep.identity import Identifier
-from analysis.sweep.launch import Capacity, Launcher, LaunchError
+from analysis.sweep.launch import Capacity, Launcher
 from analysis.sweep.progress import Display, Tally, display, watching
 from analysis.sweep.session import Job, Session, Task
 from analysis.sweep.table import build_table
 from analysis.sweep.worker import is_full
+from confsim.configuration import one_line
 from confsim.errors import InputError
 from confsim.result import write_json, write_table
 
@@ -175,7 +176,8 @@ class Sweep:
             if self._full:
                 return
             if not claimed:
-                raise error or LaunchError(f"no worker took a run ({capacity.name})")
+                cause = one_line(str(error)) if error is not None else "none took a run"
+                raise InputError(f"hydra/launcher={capacity.name}: no worker started: {cause}") from error
             for task in lost:
                 if len(batch) == 1:
                     self._give_up(task, error, tally, shown)

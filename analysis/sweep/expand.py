@@ -55,6 +55,11 @@ def is_hydra(word: str) -> bool:
     return word.lstrip("+~").startswith(("hydra.", "hydra/"))
 
 
+def is_launcher(word: str) -> bool:
+    """Whether an override is for the launcher."""
+    return word.lstrip("+~").startswith(("hydra.launcher.", "hydra/launcher"))
+
+
 def expand(command: str, words: Sequence[str]) -> Grid | None:
     """The grid of `words`, overrides in Hydra's grammar; None where another sweeper than Hydra's basic one is chosen.
 
@@ -85,7 +90,8 @@ class _Expansion:
         self._groups = set(groups())
         overrides = [self._parse(word) for word in self.words]
         fixed = [word for word, item in zip(self.words, overrides, strict=True) if not item.is_sweep_override()]
-        master = self._compose([*fixed, *self.hydra])
+        # The launcher's own overrides are composed, and complained about, where it is started.
+        master = self._compose([*fixed, *(word for word in self.hydra if not is_launcher(word))])
         if master.hydra.sweeper._target_ != SWEEPER:
             return None
         params = master.hydra.sweeper.get("params") or {}

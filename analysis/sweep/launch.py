@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from confsim.configuration import config_errors, explain, fresh_hydra
+from confsim.configuration import config_errors, explain, fresh_hydra, options
 from confsim.errors import InputError
 
 WORKER_CONFIG = "sweep_worker"
-LOADER_LIMIT = 256  # worker jobs at most where the launcher's own queue decides how many run at once
+QUEUED_WORKERS = 256  # worker jobs at most where the launcher's own queue decides how many run at once
+GROUP = "hydra/launcher"
+OURS = "confsim_"  # files conf/hydra/launcher/confsim_NAME.yaml stand for hydra/launcher=NAME
 # Module of a launcher -> the extra that installs it.
 EXTRAS = {"hydra_joblib_launcher": "joblib", "hydra_submitit_launcher": "slurm", "hydra_ray_launcher": "ray"}
-
-
-class LaunchError(RuntimeError):
-    """The launcher could not start a single worker."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ class Launcher:
         from hydra.core.global_hydra import GlobalHydra
         from hydra.types import RunMode
 
-        own = [word for word in self.overrides if not word.lstrip("+~").startswith("hydra.sweep.")]
+        sweeper = ("hydra.sweep", "hydra/sweep")
+        own = [_ours(word) for word in self.overrides if not word.lstrip("+~").startswith(sweeper)]
         words = [*own, f"hydra.sweep.dir={_quoted(folder)}", f"folder={_quoted(folder)}", f"session={_quoted(session)}"]
         try:
             hydra = GlobalHydra.instance().hydra
@@ -87,7 +89,7 @@ class Launcher:
                 with_log_configuration=False,
             )
         except config_errors() as error:
-            raise InputError(explain(error, words, WORKER_CONFIG)) from error
+            raise InputError(_complaint(error, words)) from error
 
     def _installed(self, target: str) -> None:
         from hydra.core.plugins import Plugins
@@ -114,15 +116,39 @@ def _capacity(target: str, options: Any) -> Capacity:
         jobs = int(options.get("n_jobs") or -1)
         return Capacity("joblib", jobs if jobs > 0 else max(1, cpus + 1 + jobs))
     if target.endswith("SlurmLauncher"):
-        return Capacity("submitit_slurm", int(options.get("array_parallelism") or LOADER_LIMIT), True)
+        return Capacity("submitit_slurm", int(options.get("array_parallelism") or QUEUED_WORKERS), True)
     if "submitit" in target:
         return Capacity("submitit_local", cpus)
     if "ray" in target:
         address = (options.get("ray") or {}).get("init", {}).get("address")
-        return Capacity("ray", LOADER_LIMIT if address else cpus, address is not None)
+        return Capacity("ray", QUEUED_WORKERS if address else cpus, address is not None)
     if "basic_launcher" in target:
         return Capacity("basic", 1)
     return Capacity(target.rpartition(".")[2], cpus, True)
+
+
+def names() -> list[str]:
+    """Launchers that sweeps know, sorted."""
+    return sorted(["basic", *(name.removeprefix(OURS) for name in options(GROUP) if name.startswith(OURS))])
+
+
+def _ours(word: str) -> str:
+    """`hydra/launcher=NAME` as the file that the package has for it."""
+    name = word.removeprefix(f"{GROUP}=")
+    return f"{GROUP}={OURS}{name}" if word != name and f"{OURS}{name}" in options(GROUP) else word
+
+
+def _complaint(error: Exception, words: Sequence[str]) -> str:
+    missing = re.search(rf"Could not find '{GROUP}/(?P<name>[^']+)'", str(error))
+    if missing:
+        return f"{GROUP}={missing['name']}: unknown, use one of {', '.join(names())}"
+    key = re.search(r"'(?P<key>hydra\.[^']+)'", str(error))
+    if key is None or "Could not override" not in str(error):
+        return explain(error, words, WORKER_CONFIG)
+    chosen = [word.partition("=")[2] for word in words if word.startswith(f"{GROUP}=")]
+    file = resources.files("conf").joinpath(*GROUP.split("/"), f"{chosen[-1] if chosen else 'basic'}.yaml")
+    keys = re.findall(r"(?m)^([a-z]\w*):", file.read_text(encoding="utf-8")) if file.is_file() else []
+    return f"{key['key']}: no such key" + (f"; hydra.launcher has {', '.join(keys)}" if keys else "")
 
 
 def _quoted(path: Path) -> str:

@@ -69,9 +69,8 @@ def merit(note: dict[str, Any]) -> tuple[tuple[float, ...], str]:
         return (1.0, value), f"{name} {value:.4g} req/s"
     attainment = float(note["attainment"])
     rate = note.get("rate") or 0.0
-    if note.get("attained"):
-        return (1.0, rate, attainment), f"{share(attainment)} at {rate:.4g} req/s"
-    return (0.0, attainment, rate), f"{share(attainment)} at {rate:.4g} req/s"
+    text = share(attainment) + (f" at {rate:.4g} req/s" if rate else "")
+    return ((1.0, rate, attainment) if note.get("attained") else (0.0, attainment, rate)), text
 
 
 def describe(note: dict[str, Any]) -> str:
@@ -109,6 +108,7 @@ class Lines:
 
     def __init__(self, console: Console) -> None:
         self._console = console
+        self._ended = 0
 
     def show(self, tally: Tally, events: list[dict[str, Any]]) -> None:
         """Print what ended."""
@@ -120,8 +120,8 @@ class Lines:
                 text += f": {describe(event['note'])}, {event['wall_s']:.2f} s"
             else:
                 text += f": FAILED, {event['error']}"
-            ended = tally.present + tally.done + tally.failed
-            self._console.print(Text(f"[{ended}/{tally.planned}] {text}"), soft_wrap=True)
+            self._ended += 1
+            self._console.print(Text(f"[{tally.present + self._ended}/{tally.planned}] {text}"), soft_wrap=True)
 
     def close(self) -> None:
         """Nothing is held."""
