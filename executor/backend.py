@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from confsim.plan import IterationPlan
-from executor.config import Sampling
+from confsim.errors import InputError
+from confsim.plan import DecodeBatch, IterationPlan, PrefillChunk
+from executor.config import ExecutorConfig, Layout, Sampling
 from executor.runtime import ExecutedIteration, Runtime
+
+LAYOUT_OF_SCHEME = {"conflux": "xp", "chunked_prefill": "tp", "uniform_sp": "sp", "muxwise": "mux"}
 
 
 def derive_tokens(request: int, count: int, vocab_size: int, seed: int = 0) -> np.ndarray:
@@ -45,7 +50,7 @@ class LiveBackend:
             if request.id not in self._known:
                 self._known.add(request.id)
                 self.runtime.add(request.id, self._prompts(request.id, request.prompt_tokens), self.sampling)
-        self.runtime.submit(plan)
+        self.runtime.submit(spread_plan(plan, self.runtime.layout))
 
     def result(self) -> ExecutedIteration:
         """Wait for the iteration submitted first among those not yet taken."""
@@ -56,3 +61,45 @@ class LiveBackend:
     def close(self) -> None:
         """End the ranks; harmless when repeated."""
         self.runtime.close()
+
+
+@dataclass(frozen=True)
+class LiveBackendConfig:
+    """Makes live backends for the loops of a simulation (the `create` of `backend=...`)."""
+
+    executor: ExecutorConfig
+    seed: int = 0  # of derived prompts
+
+    def create(self, cost: Any, noise: Any, tp: int, sp: int, layout: str) -> LiveBackend:
+        """Start ranks in the layout of a scheme's loop of that name, `sp` groups of `tp`.
+
+        Raises:
+            InputError: if no layout runs that scheme.
+            RankError: if a rank fails at its start.
+        """
+        kind = LAYOUT_OF_SCHEME.get(layout)
+        if kind is None:
+            raise InputError(f"scheme={layout} has no live layout: use one of {', '.join(LAYOUT_OF_SCHEME)}")
+        config = replace(self.executor, layout=Layout(kind, sp, tp))
+        return LiveBackend(Runtime.of(config).__enter__(), seed=self.seed)
+
+
+def spread_plan(plan: IterationPlan, layout: Layout) -> IterationPlan:
+    """A plan that counts all groups as one (a scheme that spreads everything evenly), shared out over the groups.
+
+    A chunk is cut evenly; a request's decode tokens are computed by group `id % groups`. Other plans stay as they are.
+    """
+    groups = layout.groups
+    if layout.kind != "sp" or groups == 1 or len(plan.decode) > 1:
+        return plan
+    batches = tuple(DecodeBatch(group) for group in range(groups))
+    for batch in plan.decode:
+        for request in batch.members.values():
+            batches[request.id % groups].members[request.id] = request
+    return IterationPlan(tuple(_spread_chunk(chunk, groups) for chunk in plan.prefill), batches, plan.released)
+
+
+def _spread_chunk(chunk: PrefillChunk, groups: int) -> PrefillChunk:
+    share, rest = divmod(chunk.tokens, groups)
+    shards = tuple(share + (group < rest) for group in range(groups))
+    return chunk._replace(shards=shards, group=chunk.request.id % groups if chunk.group >= 0 else -1)

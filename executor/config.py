@@ -129,10 +129,14 @@ class Layout:
                 )
         return split_heads_xp(model.num_attention_heads, model.num_key_value_heads, self.tp, self.groups)
 
-    def units_per_block(self, model: ModelConfig) -> int:
-        """Pool units of a decode's block: the head shards that make up one rank's KV heads."""
+    def shards_per_block(self, model: ModelConfig) -> int:
+        """Head shards, as the exchange over groups makes them, of one rank's KV heads."""
         local, shared = self.heads(model)
-        return local.kv_heads // shared.kv_heads if self.migrates else 1
+        return local.kv_heads // shared.kv_heads
+
+    def units_per_block(self, model: ModelConfig) -> int:
+        """Pool units of a decode's block: all shards of it where it is local, one where decodes are spread."""
+        return self.shards_per_block(model) if self.migrates else 1
 
 
 @dataclass(frozen=True)

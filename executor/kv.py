@@ -141,7 +141,7 @@ class PagedStore:
         return self._spare.pop()
 
 
-def pool_units(kv: KvConfig, units_per_block: int) -> int:
-    """Units of a rank's pool: `kv.capacity_tokens` of decode KV, in whole blocks (as the simulator counts)."""
+def pool_units(kv: KvConfig, shards_per_block: int) -> int:
+    """Units of a rank's pool: `kv.capacity_tokens` of a group's KV, in whole blocks, counted in shards."""
     assert kv.capacity_tokens is not None
-    return kv.capacity_tokens // kv.block_tokens * units_per_block
+    return kv.capacity_tokens // kv.block_tokens * shards_per_block

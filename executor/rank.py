@@ -158,7 +158,7 @@ class Rank:
         config = self.config
         heads = self.place.shared.kv_heads if config.layout.groups > 1 else self.place.local.kv_heads
         return UnitPool(
-            pool_units(config.kv, config.layout.units_per_block(config.model)),
+            pool_units(config.kv, config.layout.shards_per_block(config.model)),
             config.device.page_tokens or page_tokens(config),
             config.kv.block_tokens,
             (config.model.num_hidden_layers, heads, config.model.head_dim),

@@ -19,7 +19,7 @@ def kv_store(layout: Layout, model: ModelConfig, kv: KvConfig) -> MigratingKv | 
     assert kv.capacity_tokens is not None
     if layout.migrates:
         return MigratingKv(layout.groups, layout.units_per_block(model), kv.capacity_tokens, kv)
-    return InPlaceKv(kv.capacity_tokens, kv)
+    return InPlaceKv(kv.capacity_tokens * layout.shards_per_block(model), kv)
 
 
 def level_split(tokens: int, decodes: tuple[int, ...]) -> tuple[int, ...]:
