@@ -41,6 +41,7 @@ class ChunkedPrefill:
     max_batched_tokens: int = 8192
     max_partial_prefills: int = 4
     async_schedule: bool = True
+    prefill_first: bool = False
 
     def tunable(self, cluster: ClusterSpec | None = None) -> dict[str, list[int | str]]:
         """Values that a goodput search tries for options set to be searched, on GPUs such as `cluster` has."""
@@ -65,7 +66,11 @@ class ChunkedPrefill:
         report = self.kv_report(setup)
         kv = InPlaceKv(report.capacity_tokens, setup.kv, setup.entry_tokens)
         limits = Limits(
-            setup.slo.target_s, static_chunk(self.chunk_tokens), self._token_cap(setup), self.max_partial_prefills
+            setup.slo.target_s,
+            static_chunk(self.chunk_tokens),
+            self._token_cap(setup),
+            self.max_partial_prefills,
+            self.prefill_first,
         )
         dispatch = setup.policy.dispatch_class("even")
         return CoBatchInstance(

@@ -15,7 +15,7 @@ from confsim.backend import Backend
 from confsim.kv import BlockPool, InPlaceKv, MigratingKv
 from confsim.loop import DecodeLoop
 from confsim.model_backend import ModelBackend
-from confsim.plan import IterationPlan, IterationTiming, PrefillChunk
+from confsim.plan import DecodeBatch, IterationPlan, IterationTiming, PrefillChunk
 from confsim.policies.base import Dispatch, GroupLoad, Placement
 from confsim.request import Request
 from confsim.schemes.base import Instance, Setup
@@ -46,6 +46,7 @@ class CoBatchInstance(Instance):
         self._queue = setup.policy.new_order()
         index, times = self.ledger.new_timeline()
         self.loop = DecodeLoop(index, times, len(kv.pools), kv.block_tokens)
+        self._paused = tuple(DecodeBatch(group) for group in range(len(kv.pools)))  # no decodes in an iteration
         self._track = self.ledger.new_track(name, setup.instance)
         self._noise = setup.noise(index)
         latency = cost.latency
@@ -199,12 +200,18 @@ class CoBatchInstance(Instance):
         if not grown:
             return None, load
         preempted = self.ledger.preemptions
-        chunks = self._chunks(now_s, load) if len(self._queue) else ()
-        if self.ledger.preemptions != preempted:
-            load = self.cost.load(self.loop.batches)
+        batches = self.loop.batches
+        chunks: tuple[PrefillChunk, ...] = ()
+        if len(self._queue):
+            pause = self.limits.prefill_first
+            chunks = self._chunks(now_s, self.cost.load(self._paused) if pause else load)
+            if pause and chunks:
+                batches = self._paused
+        if batches is self._paused or self.ledger.preemptions != preempted:
+            load = self.cost.load(batches)
         if not chunks and not load.total:
             return None, load
-        plan = IterationPlan(chunks, self.loop.batches, tuple(self._released))
+        plan = IterationPlan(chunks, batches, tuple(self._released))
         self._released.clear()
         return plan, load
 
@@ -371,8 +378,9 @@ class CoBatchInstance(Instance):
     # Applying an iteration
 
     def _apply(self, plan: IterationPlan, timing: IterationTiming, start_s: float) -> None:
-        for request in self.loop.step(self.env.now):
-            self._finish(request)
+        if plan.decode is not self._paused:
+            for request in self.loop.step(self.env.now):
+                self._finish(request)
         for chunk in plan.prefill:
             request = chunk.request
             request.prefilled += chunk.tokens

@@ -18,12 +18,14 @@ class Limits:
 
     `chunk_tokens` is a static total, decodes included (None: the largest budget that meets `target_s`);
     `max_batched_tokens` caps the tokens stacked on a group; at most `max_partial_prefills` prompts are in progress.
+    With `prefill_first` an iteration with prefill has no decodes: they pause until the queue is empty.
     """
 
     target_s: float
     chunk_tokens: int | None = None
     max_batched_tokens: int = 8192
     max_partial_prefills: int = 4
+    prefill_first: bool = False
 
 
 class Fill:
