@@ -44,7 +44,7 @@ class Disaggregated:
     max_batched_tokens: int = 8192
     max_prefill_batch: int = 128
     max_decode_batch: int = 1024
-    max_prompt_tokens: int = 131072
+    max_prompt_tokens: int = 196608
     waiting_block_share: float = 0.05
     transfer: str = "awaited"
     host_bandwidth: float = 25e9

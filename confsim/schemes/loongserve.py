@@ -30,7 +30,7 @@ class LoongServe:
 
     name: str = "loongserve"
     tp: int | str | None = None
-    max_batched_tokens: int = 32768
+    max_batched_tokens: int = 49152
     ring_overlap: bool = False
     max_wait_tokens: int = 10
     max_prefill_s: float | str = 5.0
