@@ -35,7 +35,11 @@ def new_router(name: str, key: str) -> Router:
         InputError: for an unknown name; `key` is the config key that holds it.
     """
     package = importlib.import_module("confsim.routers")
-    known = sorted(module.name for module in pkgutil.iter_modules(package.__path__) if module.name != "base")
+    known = sorted(
+        module.name
+        for module in pkgutil.iter_modules(package.__path__)
+        if module.name != "base" and not module.name.startswith("_")
+    )
     if name not in known:
         raise InputError(f"{key}={name}: unknown, use one of {', '.join(known)}")
     router: Router = importlib.import_module(f"confsim.routers.{name}").Router()
