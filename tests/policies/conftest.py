@@ -1,0 +1,8 @@
+"""The builders of small simulations are those of tests/simulator."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "simulator"))
