@@ -2,9 +2,10 @@
 
 Every TP group is an instance with all weights. A prefill takes as many of them as its dynamic programme gives it and
 is never chunked; what its KV does not need is released when it ends, and decodes stay where the KV is. Decodes whose
-instances a prefill takes pause for its macro-iteration. Where LoongServe's paper and code disagree, the code is
-followed: instances are filled fullest first, the prefill-time cap is the artifact's, and in ring attention each send
-waits for its step's attention (`scheme.ring_overlap=true` overlaps them, as the paper describes).
+instances a prefill takes pause for its macro-iteration. Where LoongServe's paper and code disagree: instances are
+filled fullest first, the prefill-time cap is the artifact's, and in ring attention each send waits for its step's
+attention, as in the code (`scheme.ring_overlap=true` overlaps them, as the paper describes); prefill batches are split
+by the exact search of the paper (`scheme.split_batches=false`: never, to which the shipped search is pruned).
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class LoongServe:
     max_running: int = 1024
     max_new_tokens: int = 1024
     compute_bound_batch: int = 128
+    split_batches: bool | str = True
 
     def __post_init__(self) -> None:
         for key in ("max_batched_tokens", "max_running", "max_new_tokens", "compute_bound_batch"):
@@ -57,6 +59,8 @@ class LoongServe:
             axes["tp"] = [*tp_candidates(cluster or ClusterSpec(4))]
         if self.max_prefill_s == "tuned":
             axes["max_prefill_s"] = [*TUNED_PREFILL_S]
+        if self.split_batches == "tuned":
+            axes["split_batches"] = [True, False]
         return axes
 
     def build(self, setup: Setup) -> Instance:
@@ -64,8 +68,15 @@ class LoongServe:
         require_model_backend(setup, self.name)
         report = self.kv_report(setup)
         cost = RingCost.of(setup, report.gpus_a_group, report.groups, self.ring_overlap)
-        options = ElasticOptions(self._limits(report), self.max_wait_tokens, self.compute_bound_batch)
+        options = ElasticOptions(self._limits(report), self.max_wait_tokens, self.compute_bound_batch, self._splits())
         return ElasticInstance(setup, self.name, cost, report.groups, report.capacity_tokens, options)
+
+    def _splits(self) -> bool:
+        if isinstance(self.split_batches, str):
+            raise InputError(
+                f"scheme.split_batches={self.split_batches}: use true or false, or tuned in a goodput search"
+            )
+        return self.split_batches
 
     def _limits(self, report: KvReport) -> DispatchLimits:
         if isinstance(self.max_prefill_s, str):

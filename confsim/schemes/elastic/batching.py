@@ -17,41 +17,74 @@ class Share(NamedTuple):
     right: int
 
 
-def partition(lengths: Sequence[int], rooms: Sequence[int], law: PrefillLaw) -> list[Share]:
+class _Prompts:
+    """Prefix sums of what the law and the objective need of prompts in a row."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.tokens = _sums(lengths)
+        self.squares = _sums([length**2 for length in lengths])
+        self.inverse = _sums([1.0 / length for length in lengths])
+
+
+def partition(lengths: Sequence[int], rooms: Sequence[int], law: PrefillLaw, split: bool = True) -> list[Share]:
     """Batches over instances with the least sum of T(k) * sum(1 / len), the input latency a token.
 
-    `lengths` descend; `rooms` are the tokens that each instance can take. f[i][k] is the least cost of the first i
-    prompts on the first k instances: the last batch takes j prompts and l instances and must fit their rooms together.
-    As in the shipped scheduler the split points move monotonically: the last batch is no larger than with one instance
-    less, and has no fewer instances than with one prompt less.
+    `lengths` descend; `rooms` are the tokens that each instance can take. best[k][i] is the least cost of the first i
+    prompts on the first k instances: the last batch takes the prompts behind some `first` and l instances, and must fit
+    their rooms together. The first k with the least best[k][n] is taken. The paper's search is exact, as here; the
+    shipped one prunes split points so that the last batch of i prompts has no fewer instances than that of i - 1, and
+    one prompt on k instances has all k: it therefore never splits (`split` false: one batch).
 
     Raises:
         ValueError: where the prompts do not fit together on all instances.
     """
     count, instances = len(lengths), len(rooms)
-    tokens = _sums(lengths)
-    squares = _sums([length**2 for length in lengths])
-    inverse = _sums([1.0 / length for length in lengths])
+    prompts = _Prompts(lengths)
     room = _sums(rooms)
-    infinite = float("inf")
-    best = [[infinite] * (instances + 1) for _ in range(count + 1)]
-    choice: list[list[tuple[int, int]]] = [[(0, 0)] * (instances + 1) for _ in range(count + 1)]
+    best = [[float("inf")] * (count + 1) for _ in range(instances + 1)]
+    choice = [[(0, 0)] * (count + 1) for _ in range(instances + 1)]  # instances and first prompt of the last batch
     best[0][0] = 0.0
-    for i in range(1, count + 1):
-        for k in range(1, instances + 1):
-            largest = choice[i][k - 1][0] or i
-            fewest = choice[i - 1][k][1] or 1
-            for j in range(1, largest + 1):
-                total = tokens[i] - tokens[i - j]
-                for taken in range(k, fewest - 1, -1):
-                    if total > room[k] - room[k - taken]:
-                        break
-                    seconds = law.seconds(taken, total, squares[i] - squares[i - j])
-                    cost = seconds * (inverse[i] - inverse[i - j]) + best[i - j][k - taken]
-                    if cost < best[i][k]:
-                        best[i][k] = cost
-                        choice[i][k] = (j, taken)
-    return _trace(choice, count, min(range(1, instances + 1), key=lambda k: best[count][k]))
+    for k in range(1, instances + 1):
+        for taken in range(1, k + 1) if split else (k,):
+            before = best[k - taken]
+            _extend(prompts, law, taken, room[k] - room[k - taken], before, best[k], choice[k])
+    k = min(range(1, instances + 1), key=lambda k: best[k][count])
+    if best[k][count] == float("inf"):
+        raise ValueError("the prompts do not fit on the instances")
+    shares = []
+    last = count
+    while last:
+        taken, first = choice[k][last]
+        shares.append(Share(first, last, k - taken, k))
+        k, last = k - taken, first
+    return shares
+
+
+def _extend(
+    prompts: _Prompts,
+    law: PrefillLaw,
+    taken: int,
+    room: float,
+    before: list[float],
+    best: list[float],
+    choice: list[tuple[int, int]],
+) -> None:
+    """Improve `best` by a last batch on `taken` instances with `room`, behind the batches of `before`."""
+    a, b, c = law.coefficients[taken - 1]
+    tokens, squares, inverse = prompts.tokens, prompts.squares, prompts.inverse
+    starts = [(first, cost) for first, cost in enumerate(before) if cost != float("inf")]
+    for last in range(1, len(best)):
+        for first, cost in starts:
+            if first >= last:
+                break
+            total = tokens[last] - tokens[first]
+            if total > room:
+                continue
+            seconds = a + b * total + c * (squares[last] - squares[first])
+            cost += seconds * (inverse[last] - inverse[first])
+            if cost < best[last]:
+                best[last] = cost
+                choice[last] = (taken, first)
 
 
 def _sums(values: Sequence[float]) -> list[float]:
@@ -59,14 +92,3 @@ def _sums(values: Sequence[float]) -> list[float]:
     for value in values:
         out.append(out[-1] + value)
     return out
-
-
-def _trace(choice: list[list[tuple[int, int]]], i: int, k: int) -> list[Share]:
-    shares = []
-    while i > 0:
-        j, taken = choice[i][k]
-        if not j:
-            raise ValueError("the prompts do not fit on the instances")
-        shares.append(Share(i - j, i, k - taken, k))
-        i, k = i - j, k - taken
-    return shares

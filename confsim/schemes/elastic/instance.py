@@ -29,6 +29,7 @@ class ElasticOptions:
     dispatch: DispatchLimits
     max_wait_tokens: int
     compute_bound_batch: int
+    split_batches: bool
 
 
 @dataclass
@@ -370,7 +371,8 @@ class ElasticInstance(Instance):
         by_length = sorted(requests, key=lambda request: -request.target_tokens)
         order = sorted(instances, key=lambda index: (self.slots.pools[index].held, index))
         lengths = [request.target_tokens for request in by_length]
-        shares = partition(lengths, [self._room(index) for index in order], self._law)
+        rooms = [self._room(index) for index in order]
+        shares = partition(lengths, rooms, self._law, self._options.split_batches)
         prefills = []
         for share in shares:
             batch, used = by_length[share.first : share.last], order[share.left : share.right]
