@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from analysis.cases import SchemeCase, scheme_cases
 from analysis.goodput import Probe, Search, SearchSettings, Task, curve_warnings
 from analysis.pool import Pool
-from analysis.runner import FullRun, Job, ZeroLoad
+from analysis.runner import FullRun, Job, Refusal, ZeroLoad
 from confsim.errors import InputError
 from confsim.provenance import provenance
 from confsim.result import write_json
@@ -27,6 +27,7 @@ DESCRIPTION = (
     "policy",
 )  # of a summary, the same for every scheme
 FILE = "goodput.json"
+BAND = {"low": 1, "high": -1}  # goodput with latencies longer, and shorter, by the model's error
 SHORT_SPAN = 20  # TTFT limits; requests that arrive within fewer can wait out a queue that would grow for ever
 
 
@@ -68,6 +69,7 @@ class _State:
     first: int
     zero: ZeroLoad | None = None
     full: FullRun | None = None
+    ended: bool = False  # the search is over; the runs after it may not be
     band: dict[str, _Lane] = field(default_factory=dict)
 
 
@@ -80,8 +82,17 @@ class _Lane:
     first: int
     factor: float = 1.0
     open: int = 0
-    arrived: dict[Task, Probe] = field(default_factory=dict)
+    arrived: dict[Task, Probe | Refusal] = field(default_factory=dict)
     done: bool = False
+
+    def take_round(self) -> None:
+        """Add what a round brought; in which order it came does not matter."""
+        for task, outcome in self.arrived.items():
+            if isinstance(outcome, Refusal):
+                self.search.refuse(task, outcome.reason)
+            else:
+                self.search.add(task, outcome)
+        self.arrived.clear()
 
     def values(self, task: Task) -> dict[str, Any]:
         """What distinguishes the simulations of a task."""
@@ -105,9 +116,8 @@ def compare(cfg: DictConfig, folder: Path, listener: Listener | None = None) -> 
     states = _states(scheme_cases(cfg), settings)
     cases = [config for state in states for config in state.case.configs]
     with Pool(cases, cfg.goodput.workers) as pool:
-        race = _Race(pool, folder, listener, settings, bool(cfg.goodput.band))
+        race = _Race(pool, folder, listener, settings, bool(cfg.goodput.band), int(cfg.goodput.zero_load_requests))
         for state in states:
-            pool.submit((state, None, None), Job(state.first, "zero", requests=int(cfg.goodput.zero_load_requests)))
             race.advance(_Lane(state, state.search, state.first))
         for (state, lane, task), outcome in pool.outcomes():
             race.take(state, lane, task, outcome)
@@ -148,20 +158,23 @@ def _states(cases: Sequence[SchemeCase], settings: SearchSettings) -> list[_Stat
 
 @dataclass
 class _Race:
-    """Moves the searches on as outcomes arrive: search, then the full run at the goodput, then the band."""
+    """Moves the searches on as outcomes arrive: search, then zero load and the goodput in full, then the band."""
 
     pool: Pool
     folder: Path
     listener: Listener
     settings: SearchSettings
     wants_band: bool
+    zero_load_requests: int
 
     def advance(self, lane: _Lane) -> None:
         """Hand out the next round of a search, or what follows it."""
         tasks = lane.search.round()
         for task in tasks:
             kind = "full" if task.full else "probe"
-            job = Job(lane.first + task.candidate, kind, task.rate, latency_factor=lane.factor)
+            one_of_many = len(lane.search.candidates) > 1
+            number = lane.first + task.candidate
+            job = Job(number, kind, task.rate, latency_factor=lane.factor, may_refuse=one_of_many)
             self.pool.submit((lane.state, lane, task), job)
         lane.open = len(tasks)
         if tasks:
@@ -170,34 +183,35 @@ class _Race:
             self._run_in_full(lane.state)
         else:
             lane.done = True
-            if all(other.done for other in lane.state.band.values()):
-                self._finish(lane.state)
+            self._finish(lane.state)
 
     def take(self, state: _State, lane: _Lane | None, task: Task | None, outcome: Any) -> None:
         """Take an outcome; the probes of a round count only when all are there."""
         if isinstance(outcome, ZeroLoad):
             state.zero = outcome
+            self._finish(state)
         elif lane is None or task is None:
             self._take_full(state, outcome)
         else:
-            probe = outcome.probe if isinstance(outcome, FullRun) else outcome
-            self.listener.probed(state.case.name, lane.values(task), probe)
-            lane.arrived[task] = probe
+            point = outcome.probe if isinstance(outcome, FullRun) else outcome
+            if isinstance(point, Probe):
+                self.listener.probed(state.case.name, lane.values(task), point)
+            lane.arrived[task] = point
             lane.open -= 1
             if lane.open == 0:
-                for known, point in lane.arrived.items():
-                    lane.search.add(known, point)
-                lane.arrived.clear()
+                lane.take_round()
                 self.advance(lane)
 
     def _run_in_full(self, state: _State) -> None:
-        goodput = state.search.curve.goodput
-        if goodput == 0:
-            self._finish(state)
-            return
-        self.listener.started(state.case.name, 1)
-        target = str(self.folder / state.case.name)
-        self.pool.submit((state, None, None), Job(state.first + state.search.best, "full", goodput, folder=target))
+        search = state.search
+        if not search.runnable:
+            raise InputError(f"{state.case.name}: {search.candidates[0].refused}")
+        state.ended = True
+        case, goodput = state.first + search.best, search.curve.goodput
+        self.pool.submit((state, None, None), Job(case, "zero", requests=self.zero_load_requests))
+        if goodput:
+            self.listener.started(state.case.name, 1)
+            self.pool.submit((state, None, None), Job(case, "full", goodput, folder=str(self.folder / state.case.name)))
 
     def _take_full(self, state: _State, outcome: FullRun) -> None:
         state.full = outcome
@@ -205,13 +219,11 @@ class _Race:
         if outcome.probe.passed:  # exact, where the probe had bounds
             state.search.add(Task(state.search.best, outcome.probe.rate), outcome.probe)
         error = latency_error(outcome.summary) if self.wants_band else 0.0
-        if not error:
-            self._finish(state)
-            return
-        for name, factor in (("low", 1 + error), ("high", 1 - error)):
-            state.band[name] = self._band_lane(state, factor, error)
-        for lane in state.band.values():
-            self.advance(lane)
+        if error:
+            state.band = {name: self._band_lane(state, 1 + sign * error, error) for name, sign in BAND.items()}
+            for lane in state.band.values():
+                self.advance(lane)
+        self._finish(state)
 
     def _band_lane(self, state: _State, factor: float, error: float) -> _Lane:
         """A search around where the goodput ought to be if latencies were `factor` times the model's."""
@@ -221,7 +233,10 @@ class _Race:
         return _Lane(state, Search([], settings), state.first + state.search.best, factor)
 
     def _finish(self, state: _State) -> None:
-        self.listener.finished(state.case.name, state.search.curve.goodput)
+        goodput = state.search.curve.goodput
+        complete = state.ended and state.zero and (state.full or not goodput)
+        if complete and all(lane.done for lane in state.band.values()):
+            self.listener.finished(state.case.name, goodput)
 
 
 def latency_error(summary: dict[str, Any]) -> float:
@@ -286,6 +301,7 @@ def _scheme(state: _State, settings: SearchSettings, target: float) -> dict[str,
             {
                 "values": candidate.values,
                 "goodput": candidate.curve.goodput,
+                "refused": candidate.refused or None,
                 "probes": [probe.to_json() for probe in candidate.curve.probes],
             }
             for candidate in state.search.candidates

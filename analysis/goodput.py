@@ -163,10 +163,14 @@ def curve_warnings(curve: Curve, settings: SearchSettings) -> list[str]:
 
 @dataclass
 class Candidate:
-    """One setting of the parameters that are searched for a scheme, and its curve. `values` maps keys to values."""
+    """One setting of the parameters that are searched for a scheme, and its curve. `values` maps keys to values.
+
+    `refused` says why it cannot run at all ("" where it can): weights that do not fit a smaller group, say.
+    """
 
     values: dict[str, Any] = field(default_factory=dict)
     curve: Curve = field(default_factory=Curve)
+    refused: str = ""
 
 
 @dataclass(frozen=True)
@@ -194,10 +198,19 @@ class Search:
         """Take the outcome of a task."""
         self.candidates[task.candidate].curve.add(probe)
 
+    def refuse(self, task: Task, reason: str) -> None:
+        """Take note that a candidate cannot run."""
+        self.candidates[task.candidate].refused = reason
+
+    @property
+    def runnable(self) -> list[int]:
+        """Numbers of the candidates that were not refused."""
+        return [number for number, candidate in enumerate(self.candidates) if not candidate.refused]
+
     def round(self) -> list[Task]:
         """Tasks of the next round; empty when the search is over. Call again only when all have been added."""
         tasks = self._search_round()
-        if tasks:
+        if tasks or not self.runnable:
             return tasks
         best = self.best
         if not self._drawn:
@@ -207,18 +220,19 @@ class Search:
         return [Task(best, rate) for rate in next_rates(self.curve, self.settings)]  # a point of the curve failed
 
     def _search_round(self) -> list[Task]:
-        best = 0
-        rates = next_rates(self.candidates[0].curve, self.settings)
+        if not self.runnable:
+            return []
+        best, *others = self.runnable
+        rates = next_rates(self.candidates[best].curve, self.settings)
         if rates:
-            return [Task(0, rate) for rate in rates]
-        for number in range(1, len(self.candidates)):
+            return [Task(best, rate) for rate in rates]
+        for position, number in enumerate(others):
             curve = self.candidates[number].curve
             bar = self._bar(best)
             if bar > self.settings.max_rate:
                 break
             if not len(curve):
-                rest = range(number, len(self.candidates))
-                return [Task(other, bar) for other in rest if not len(self.candidates[other].curve)]
+                return [Task(other, bar) for other in others[position:] if not len(self.candidates[other].curve)]
             rates = self._duel(curve, bar)
             if rates:
                 return [Task(number, rate) for rate in rates]
@@ -240,8 +254,8 @@ class Search:
 
     @property
     def best(self) -> int:
-        """Number of the candidate with the highest goodput, the first among equals."""
-        return max(range(len(self.candidates)), key=lambda number: (self.candidates[number].curve.goodput, -number))
+        """Number of the candidate with the highest goodput, the first among equals; 0 if none can run."""
+        return max(self.runnable, key=lambda number: (self.candidates[number].curve.goodput, -number), default=0)
 
     @property
     def curve(self) -> Curve:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from analysis.goodput import Probe
+from confsim.errors import InputError
 from confsim.provenance import digest
 from traces.trace import Trace
 
@@ -32,6 +33,14 @@ class Job:
     folder: str | None = None
     requests: int = 0
     latency_factor: float = 1.0
+    may_refuse: bool = False
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Outcome of a case that cannot run, where that is no mistake of the user's: one of several candidates."""
+
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -65,11 +74,19 @@ class Runner:
         self._simulations: dict[tuple[int, float], Any] = {}
 
     def __call__(self, job: Job) -> Any:
-        """A `Probe`, `FullRun` or `ZeroLoad`, by the kind of the job.
+        """A `Probe`, `FullRun` or `ZeroLoad`, by the kind of the job; or a `Refusal` where the job allows one.
 
         Raises:
             InputError: for a user's mistake in the case.
         """
+        try:
+            return self._run(job)
+        except InputError as error:
+            if not job.may_refuse:
+                raise
+            return Refusal(str(error))
+
+    def _run(self, job: Job) -> Any:
         if job.kind == "zero":
             return self._zero_load(job)
         rate = job.rate * job.latency_factor

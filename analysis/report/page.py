@@ -275,10 +275,11 @@ def _candidate_table(page: Page, entry: dict[str, Any]) -> None:
             escape(", ".join(f"{key}={value}" for key, value in item["values"].items())),
             rate(item["goodput"]),
             str(len(item["probes"])),
+            escape(item.get("refused") or ""),
         ]
         for item in entry["candidates"]
     ]
-    page.table(["values", "goodput, req/s", "probes"], rows)
+    page.table(["values", "goodput, req/s", "probes", "cannot run"], rows, [3])
 
 
 def _simulation_section(page: Page, results: Results, palette: dict[str, str]) -> None:

@@ -129,6 +129,15 @@ def test_tuned_search_reports_what_it_chose(tmp_path: Path):
     assert isinstance(scheme["config"]["chunk_tokens"], int)
 
 
+def test_a_candidate_that_does_not_fit_is_passed_over(tmp_path: Path):
+    overrides = ["model=llama3_1_70b", "schemes=[data_parallel]", "scheme.tp=tuned", "goodput.band=false"]
+    result = compare(compose([*SMALL, *overrides, "goodput.workers=1", "goodput.curve=[]"], "goodput"), tmp_path)
+    scheme = result["schemes"]["data_parallel"]
+    refused = {item["values"]["scheme.tp"]: item["refused"] for item in scheme["candidates"]}
+    assert refused[1] and refused[4] is None
+    assert scheme["goodput"] > 0 and scheme["chosen"]["scheme.tp"] in (2, 4)
+
+
 def case(*overrides: str) -> dict[str, Any]:
     from omegaconf import OmegaConf
 

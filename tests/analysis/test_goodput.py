@@ -141,6 +141,26 @@ def test_tuned_values_keep_the_best_and_spend_one_probe_on_losers():
     assert len(found.candidates[3].curve) == 2  # beats the first candidate, not the best
 
 
+def test_candidates_that_cannot_run_are_passed_over():
+    state = Search([{"tp": 1}, {"tp": 2}, {"tp": 4}], SearchSettings())
+    while tasks := state.round():
+        for task in tasks:
+            if task.candidate == 0:
+                state.refuse(task, "weights do not fit")
+            else:
+                state.add(task, stepped(3.0 + task.candidate)(task))
+    assert state.best == 2
+    assert state.candidates[0].refused == "weights do not fit"
+    assert 5 / 1.02 < state.curve.goodput <= 5
+
+
+def test_nothing_to_search_where_no_candidate_can_run():
+    state = Search([{"tp": 1}, {"tp": 2}], SearchSettings())
+    for number in range(2):
+        state.refuse(Task(number, 1.0), "no")
+    assert state.round() == [] and state.runnable == [] and state.curve.goodput == 0.0
+
+
 def test_a_tie_keeps_the_first_candidate():
     found = search(stepped(2.0), SearchSettings(), [{"a": 1}, {"a": 2}])
     assert found.best == 0

@@ -128,7 +128,10 @@ MISTAKES = {
     "absent scheme": (["goodput", "schemes=[conflux]", "per_scheme.tp.x=1"], r"per_scheme\.tp: .* has no tp"),
     "rate of a search": (["goodput", "rate=2"], r"rate=2: goodput searches the rate"),
     "closed loop search": (["goodput", "arrivals=closed_loop"], r"arrivals=closed_loop has no rate"),
-    "not tunable": (["goodput", "scheme.tp=tuned"], r"scheme\.tp=tuned: chunked_prefill can tune"),
+    "not tunable": (
+        ["goodput", "scheme.max_partial_prefills=tuned"],
+        r"max_partial_prefills=tuned: conflux can tune nothing",
+    ),
     "tolerance": (["goodput", "goodput.tolerance=0"], r"goodput\.tolerance=0"),
     "workers": (["goodput", "goodput.workers=0"], r"goodput\.workers=0"),
     "unknown trace": (["fetch", "converzation"], r"converzation: unknown, use .*did you mean conversation"),
@@ -207,22 +210,31 @@ def test_same_seed_same_bytes():
         assert (first / name).read_bytes() == (second / name).read_bytes(), name
 
 
-def test_sweep_runs_every_combination_in_its_own_folder(capsys: pytest.CaptureFixture[str]):
+def test_sweep_runs_every_combination_in_its_own_folder():
     assert confsim("simulate", "-m", "rate=1,2", "scheme=conflux,chunked_prefill", *SMALL) == 0
-    found = sorted(Path("outputs").glob("simulate-*/*/summary.json"))
-    rates = [json.loads(path.read_text())["provenance"]["config"]["rate"] for path in found]
-    assert rates == [1, 1, 2, 2]
-    assert not list(Path("outputs").glob("simulate-*/*/timeline.json.gz"))
-    assert capsys.readouterr().out.count("attainment") == 4
+    found = [json.loads(path.read_text()) for path in Path("outputs").rglob("summary.json")]
+    ran = sorted((summary["provenance"]["config"]["rate"], summary["scheme"]) for summary in found)
+    assert ran == [(1, "chunked_prefill"), (1, "conflux"), (2, "chunked_prefill"), (2, "conflux")]
+    assert not list(Path("outputs").rglob("timeline.json.gz"))
 
 
 def test_a_failing_job_of_a_sweep_leaves_the_others_and_fails_the_sweep(capsys: pytest.CaptureFixture[str]):
     assert confsim("simulate", "-m", "rate=1,-2,2", *SMALL) == 2
-    assert len(list(Path("outputs").glob("simulate-*/*/summary.json"))) == 2
-    (trace,) = Path("outputs").glob("simulate-*/*/error.txt")
+    assert len(list(Path("outputs").rglob("summary.json"))) == 2
+    (trace,) = Path("outputs").rglob("error.txt")
     assert "rate=-2" in trace.read_text() and "Traceback" in trace.read_text()
     err = capsys.readouterr().err
-    assert "1 of 3 runs failed" in err and re.search(r"^  rate=-2 .*: rate=-2: expected", err, re.MULTILINE)
+    assert "1 of 3 runs failed" in err and re.search(r"^  rate=-2.*: rate=-2: expected", err, re.MULTILINE)
+
+
+def test_subcommands_without_resumable_sweeps_sweep_too(capsys: pytest.CaptureFixture[str]):
+    assert confsim("stats", "-m", "trace=toolagent,nope", "trace.requests=300") == 2
+    assert "trace=nope: unknown" in capsys.readouterr().err
+    assert confsim("stats", "-m", "trace=toolagent,conversation", "trace.requests=300,0") == 2
+    err = capsys.readouterr().err
+    assert "2 of 4 runs failed" in err
+    assert len(list(Path("outputs").rglob("stats.json"))) == 2
+    assert len(list(Path("outputs").rglob("error.txt"))) == 2
 
 
 def test_stats_of_a_preset(capsys: pytest.CaptureFixture[str]):
