@@ -102,6 +102,14 @@ SUBCOMMANDS = (
         "executor.check:command",
     ),
     Subcommand(
+        "experiments",
+        "run the controlled experiments and write their page",
+        "confsim experiments prefill_rate ablation",
+        "analysis.commands.experiments:command",
+        positional="only",
+        folder=False,
+    ),
+    Subcommand(
         "list",
         "show models, GPUs, schemes, policies, traces and latency profiles",
         "confsim list scheme policy",

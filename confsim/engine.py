@@ -111,7 +111,6 @@ class Run:
         self._router = new_router(simulation.cluster.router, "cluster.router")
         self._next_row = 0
         self._children: dict[int, list[int]] = {}
-        self.cut = False  # ended at the horizon
 
     def _new_watch(self) -> Watch:
         low, high = self.window_s
@@ -136,7 +135,8 @@ class Run:
         self._start_arrivals()
         stops = [self.watch.certain] if self.watch is not None else []
         if horizon_s is not None:
-            stops.append(self.env.timeout(horizon_s))
+            self.ledger.expected, self.ledger.drained = len(self.load), self.env.event()
+            stops += [self.env.timeout(horizon_s), self.ledger.drained]
         until = self.env.any_of(stops) if stops else None
         collecting = gc.isenabled()
         gc.disable()  # a run makes no cyclic garbage, and a collection walks every request
@@ -151,7 +151,7 @@ class Run:
         finally:
             if collecting:
                 gc.enable()
-        self.cut = horizon_s is not None and self.env.now >= horizon_s
+        self.ledger.cut(self.env.now)
 
     def _checked_run(self, until: simpy.Event | None) -> None:
         while self.env.peek() != float("inf") and not (until is not None and until.processed):

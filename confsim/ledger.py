@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import simpy
 
+from confsim.loop import DecodeLoop
 from confsim.record import Track
 from confsim.request import Request, Slice
 from confsim.slo import TOLERANCE, Slo
@@ -102,11 +103,14 @@ class Ledger:
         self.watch = watch
         self.requests: list[Request] = []
         self.timelines: list[array[float]] = []
+        self.loops: list[DecodeLoop] = []
         self.tracks: list[Track] = []
         self.schedule_pass_s: array[float] = array("d")
         self.completed = 0
         self.rejected = 0
         self.preemptions = 0
+        self.expected = -1  # requests in the load
+        self.drained: simpy.Event | None = None  # triggered when all of them have ended
         self.on_end: list[Callable[[Request, float], None]] = []
 
     @property
@@ -118,6 +122,11 @@ class Ledger:
         """A timeline and its index."""
         self.timelines.append(array("d"))
         return len(self.timelines) - 1, self.timelines[-1]
+
+    def new_loop(self, groups: int, block_tokens: int) -> DecodeLoop:
+        """A decode loop on a timeline of its own."""
+        self.loops.append(DecodeLoop(*self.new_timeline(), groups, block_tokens))
+        return self.loops[-1]
 
     def new_track(self, name: str, instance: int) -> Track:
         """A track of iterations."""
@@ -146,8 +155,7 @@ class Ledger:
         self.completed += 1
         if self.watch is not None:
             self.watch.ended(request, self.token_times(request))
-        for callback in self.on_end:
-            callback(request, time_s)
+        self._ended(request, time_s)
 
     def reject(self, request: Request, reason: str, time_s: float) -> None:
         """It can never be served."""
@@ -156,12 +164,25 @@ class Ledger:
         self.rejected += 1
         if self.watch is not None:
             self.watch.miss(request)
+        self._ended(request, time_s)
+
+    def _ended(self, request: Request, time_s: float) -> None:
         for callback in self.on_end:
             callback(request, time_s)
+        if self.drained is not None and self.completed + self.rejected == self.expected:
+            self.drained.succeed()
+
+    def cut(self, now_s: float) -> None:
+        """The run ends at `now_s`, whatever still runs."""
+        now_s *= 1 + 1e-12  # an end that is due now may have been predicted a rounding error later
+        for loop in self.loops:
+            loop.cut(now_s)
+        for track in self.tracks:
+            track.cut(now_s)
 
     def forget(self) -> None:
         """Let go of everything, once the result is out."""
-        self.requests, self.timelines, self.tracks, self.on_end = [], [], [], []
+        self.requests, self.timelines, self.tracks, self.loops, self.on_end = [], [], [], [], []
         self.schedule_pass_s = array("d")
 
     def token_times(self, request: Request) -> npt.NDArray[np.float64]:

@@ -9,6 +9,7 @@ Nothing is done per running request.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from heapq import heappop, heappush
 
 from confsim.plan import DecodeBatch
@@ -86,6 +87,19 @@ class DecodeLoop:
                 return at - len(self.times)
             heappop(ends)
         return 0
+
+    def running(self) -> list[Request]:
+        """The requests that decode, in the order in which they joined."""
+        return list(self._running.values())
+
+    def cut(self, now_s: float) -> None:
+        """The run ends at `now_s`: what of the running requests is out by then becomes a slice of theirs."""
+        steps = bisect_right(self.times, now_s)
+        for request_id, request in self._running.items():
+            start = self.starts[request_id]
+            if steps > start:
+                request.slices.append(Slice(self.index, start, steps))
+                request.emitted += steps - start
 
     def advance(self, end_times_s: list[float]) -> None:
         """Append iterations in which nobody ends."""

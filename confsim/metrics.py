@@ -40,14 +40,14 @@ class Latencies:
     gap_weights: Floats
 
 
-def latencies(ledger: Ledger, slo: Slo) -> Latencies:
-    """Latencies of every injected request.
+def latencies(ledger: Ledger, slo: Slo, counted: Bools) -> Latencies:
+    """Latencies of every injected request; gaps are pooled over those that are `counted`.
 
     Requests with one slice of a timeline behind their first token, nearly all, are computed together; the others
     (preempted, or moved between loops) one by one.
     """
     requests = ledger.requests
-    book = _Book(len(requests))
+    book = _Book(counted)
     by_timeline: dict[int, list[int]] = {}
     for index, request in enumerate(requests):
         match request.slices:
@@ -78,7 +78,9 @@ def latencies(ledger: Ledger, slo: Slo) -> Latencies:
 class _Book:
     """Columns of latencies while they are filled."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, counted: Bools) -> None:
+        count = len(counted)
+        self.counted = counted
         self.first = np.full(count, np.nan)
         self.last = np.full(count, np.nan)
         self.max_gap = np.full(count, np.nan)
@@ -95,8 +97,9 @@ class _Book:
         if len(token_s) > 1:
             gaps = np.diff(token_s)
             self.max_gap[index] = gaps.max()
-            self.gaps.append(gaps)
-            self.weights.append(np.ones(len(gaps)))
+            if self.counted[index]:
+                self.gaps.append(gaps)
+                self.weights.append(np.ones(len(gaps)))
 
     def many(self, owners: npt.NDArray[np.int64], axis: Floats, requests: list[Request], slo: Slo) -> None:
         """Requests with a first token and one slice of the timeline `axis`."""
@@ -114,9 +117,10 @@ class _Book:
         self.tokens[owners] = 1 + end - begin
         self.max_gap[owners] = np.maximum(joint, inner)
         self.lateness[owners] = np.maximum(first, late)
-        weights = _coverage(begin, end - 1, len(gaps))
-        self.gaps += [joint, gaps[weights > 0]]
-        self.weights += [np.ones(len(joint)), weights[weights > 0]]
+        inside = self.counted[owners]
+        weights = _coverage(begin[inside], end[inside] - 1, len(gaps))
+        self.gaps += [joint[inside], gaps[weights > 0]]
+        self.weights += [np.ones(int(inside.sum())), weights[weights > 0]]
 
 
 def _of(requests: list[Request], name: str) -> Floats:

@@ -102,6 +102,14 @@ class Track:
         )  # fmt: skip
         self.rows.append(row)
 
+    def cut(self, now_s: float) -> None:
+        """Drop iterations that end after `now_s`."""
+        while self.ends and self.ends[-1] > now_s:
+            self.ends.pop()
+            row = self.rows.pop()
+            if row.steps > 1:
+                self.rows.append(row._replace(steps=row.steps - 1))
+
     def busy_s(self) -> float:
         """Seconds in which an iteration ran."""
         steps = np.fromiter((row.steps for row in self.rows), np.int64, len(self.rows))

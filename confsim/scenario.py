@@ -24,6 +24,7 @@ from confsim.slo import TOLERANCE
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+STARVED_S = 300.0  # simulated seconds a prefill after which it is given up
 PARTS = ("linear", "prefill_attention", "decode_attention", "communication", "head", "overhead")
 
 
@@ -116,7 +117,12 @@ def run_scenario(simulation: Simulation, scenario: Scenario) -> ScenarioResult:
         InputError: if the scheme cannot hold the decodes or a prefill.
     """
     run = ScenarioRun(simulation, scenario)
-    run.execute(None, check=False)
+    run.execute(STARVED_S * len(run.load), check=False)
+    if not run.over:
+        raise InputError(
+            f"{simulation.scheme.name}: prefills of {len(run.load)} ended in {run.env.now:g} s: {len(run.ends_s)}; the "
+            "decodes starve them"
+        )
     result = run.outcome()
     run.close()
     return result

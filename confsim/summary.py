@@ -41,11 +41,12 @@ class Outcome:
 def requests_table(run: Run) -> tuple[pa.Table, Outcome]:
     """One row a request, by request id of the trace's row order."""
     requests = run.ledger.requests
-    lat = metrics.latencies(run.ledger, run.simulation.slo)
-    good, reasons = metrics.attained(lat, requests, run.simulation.slo)
     arrival = _column(requests, "arrival_s")
     low, high = run.window_s
-    outcome = Outcome(lat, good, reasons, (arrival >= low) & (arrival <= high))
+    counted = (arrival >= low) & (arrival <= high)
+    lat = metrics.latencies(run.ledger, run.simulation.slo, counted)
+    good, reasons = metrics.attained(lat, requests, run.simulation.slo)
+    outcome = Outcome(lat, good, reasons, counted)
     start = _column(requests, "prefill_start_s")
     queueing = np.where(start >= 0, start - arrival, np.nan)
     rows = [request.id for request in requests]
@@ -113,7 +114,7 @@ def summarise(run: Run, requests: pa.Table, outcome: Outcome) -> dict[str, Any]:
         "rejected_by": _tally(request.reason for request in ledger.requests if request.reason),
         "attainment": outcome.attainment,
         "attained": bool(outcome.attainment >= simulation.slo.attainment),
-        "missed_by": {reason: outcome.reasons.count(reason) for reason in metrics.REASONS},
+        "missed_by": _missed_by(outcome),
         "overloaded": _overloaded(run, arrived),
         **_statistics(outcome, arrived, requests),
         "offered_rate": _rate(arrived),
@@ -143,6 +144,11 @@ def summarise(run: Run, requests: pa.Table, outcome: Outcome) -> dict[str, Any]:
         "arrivals": load.provenance,
     }
     return out
+
+
+def _missed_by(outcome: Outcome) -> dict[str, int]:
+    counted = [reason for reason, inside in zip(outcome.reasons, outcome.counted.tolist(), strict=True) if inside]
+    return {reason: counted.count(reason) for reason in metrics.REASONS}
 
 
 def _counts(run: Run, outcome: Outcome) -> dict[str, int]:

@@ -41,6 +41,11 @@ class Lanes:
         return len(self.waiting) + len(self.started)
 
 
+def preempted(lane: list[Entry]) -> bool:
+    """Whether a lane's next request was preempted."""
+    return not lane[0][0][0]
+
+
 def pop(lane: list[Entry]) -> Request | None:
     """The next request of a lane."""
     return heappop(lane)[2] if lane else None

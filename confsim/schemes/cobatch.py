@@ -13,7 +13,6 @@ import simpy
 
 from confsim.backend import Backend
 from confsim.kv import BlockPool, InPlaceKv, MigratingKv
-from confsim.loop import DecodeLoop
 from confsim.model_backend import ModelBackend
 from confsim.plan import DecodeBatch, IterationPlan, IterationTiming, PrefillChunk
 from confsim.policies.base import Dispatch, GroupLoad, Placement
@@ -44,11 +43,10 @@ class CoBatchInstance(Instance):
         self._dispatch = dispatch
         self._placement = placement
         self._queue = setup.policy.new_order()
-        index, times = self.ledger.new_timeline()
-        self.loop = DecodeLoop(index, times, len(kv.pools), kv.block_tokens)
+        self.loop = self.ledger.new_loop(len(kv.pools), kv.block_tokens)
         self._paused = tuple(DecodeBatch(group) for group in range(len(kv.pools)))  # no decodes in an iteration
         self._track = self.ledger.new_track(name, setup.instance)
-        self._noise = setup.noise(index)
+        self._noise = setup.noise(self.loop.index)
         latency = cost.latency
         self._backend: Backend = setup.backend.create(cost, self._noise, latency.tp, latency.sp, name)
         self._guess = Guess()
@@ -59,6 +57,7 @@ class CoBatchInstance(Instance):
         self._released: list[int] = []
         self._aside: list[Request] = []  # taken from the queue in this pass and not planned
         self._lockstep_wait_s = 0.0
+        self._coming = [0] * len(kv.pools)  # context of requests placed on a group that do not decode yet
         self._blocked = False  # the head of the queue waits for KV
         self._wake: simpy.Event | None = None
         self.spawn(self._run())
@@ -85,6 +84,7 @@ class CoBatchInstance(Instance):
         self._count(request)
         request.prefilled = request.target_tokens
         request.group = group
+        self._coming[group] += request.target_tokens + 1
         self._land(request)
         self._rouse()
         return True
@@ -142,8 +142,14 @@ class CoBatchInstance(Instance):
             self._apply(plan, timing, start_s)
 
     def _may_run_ahead(self) -> bool:
-        """Whether nothing but an event can change the next plans."""
-        return not len(self._queue) or (self._blocked and self._queue.time_free)
+        """Whether nothing but an event can change the next plans.
+
+        Decodes do not change whether the head of a queue gets its KV, unless they evict cached blocks that it hits.
+        """
+        if not len(self._queue):
+            return True
+        kv = self.kv
+        return self._blocked and self._queue.time_free and kv.whole_prompt and not kv.copies.entry_units
 
     def _decode_run(self, load: DecodeLoad) -> Generator[simpy.Event, Any, None]:
         """Iterations of nothing but the same decodes, up to the next end, event or shortage of KV."""
@@ -193,6 +199,7 @@ class CoBatchInstance(Instance):
 
     def _plan(self, now_s: float) -> tuple[IterationPlan | None, DecodeLoad]:
         for request in self._landed:
+            self._coming[request.group] -= request.target_tokens + 1
             self.loop.join(request, request.group, self.ledger.oracle.left(request))
         self._landed.clear()
         grown = self._grow()
@@ -241,6 +248,7 @@ class CoBatchInstance(Instance):
         aside = self._aside
         new = True
         self._blocked = False
+        preempted = self.ledger.preemptions
         while fill.room > 0:
             request = self._queue.pop(now_s, fill.predict_s, new)
             if request is None:
@@ -253,6 +261,10 @@ class CoBatchInstance(Instance):
                 continue
             tokens = fill.fit(request)
             outcome = self._accept(request, tokens, fresh, fill) if tokens else "full"
+            if self.ledger.preemptions != preempted:
+                preempted = self.ledger.preemptions
+                load = self.cost.load(self.loop.batches)
+                fill.set_decodes(load, self._dispatch(load.counts))
             if outcome == "accepted":
                 aside.pop()
                 if not fill.chunks[-1].last:
@@ -263,7 +275,7 @@ class CoBatchInstance(Instance):
             if outcome == "full":
                 break
             new = False
-            self._blocked = self._blocked or outcome == "no_kv"
+        self._blocked = self._blocked and len(aside) == 1 and not fill.chunks
         for request in aside:
             self._queue.push(request)
         aside.clear()
@@ -287,6 +299,8 @@ class CoBatchInstance(Instance):
             self._partials.pop(request.id, None)
             request.status = "transfer"
             request.group = group
+            if group >= 0:
+                self._coming[group] += request.target_tokens + 1
         else:
             self._partials[request.id] = request
             request.status = "prefill"
@@ -335,8 +349,8 @@ class CoBatchInstance(Instance):
 
     def _group_loads(self) -> list[GroupLoad]:
         return [
-            GroupLoad(batch.group, batch.context_tokens, pool.held, pool.available, pool.capacity)
-            for batch, pool in zip(self.loop.batches, self.kv.pools, strict=True)
+            GroupLoad(batch.group, batch.context_tokens + coming, pool.held, pool.available, pool.capacity)
+            for batch, coming, pool in zip(self.loop.batches, self._coming, self.kv.pools, strict=True)
         ]
 
     def _victim(self, group: int) -> Request | None:

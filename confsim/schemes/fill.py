@@ -35,26 +35,34 @@ class Fill:
         self, cost: CoBatchCost, load: DecodeLoad, dispatch: Dispatch, limits: Limits, block_tokens: int, guess: Guess
     ) -> None:
         self._cost = cost
-        self._load = load
-        self._dispatch = dispatch
         self._target_s = limits.target_s * TOLERANCE
         self._block_tokens = block_tokens
         self._guess = guess
-        self._static = limits.chunk_tokens is not None
-        self.room = dispatch.capacity(limits.max_batched_tokens)
-        if limits.chunk_tokens is not None:
-            self.room = min(self.room, limits.chunk_tokens - load.total)
-        if self.room <= 0 or cost.decodes_s(load) > self._target_s:
-            self.room = block_tokens  # the oldest prefill progresses
-            self._static = True
+        self._limits = limits
         self.planned = Planned()
         self.chunks: list[PrefillChunk] = []
+        self.set_decodes(load, dispatch)
+
+    def set_decodes(self, load: DecodeLoad, dispatch: Dispatch) -> None:
+        """Fill beside these decodes; asked again when some were preempted meanwhile."""
+        limits = self._limits
+        self._load = load
+        self._dispatch = dispatch
+        self._static = limits.chunk_tokens is not None
+        whole = dispatch.capacity(limits.max_batched_tokens)
+        if limits.chunk_tokens is not None:
+            whole = min(whole, limits.chunk_tokens - load.total)
+        if whole <= 0 or self._cost.decodes_s(load) > self._target_s:
+            whole = self._block_tokens  # the oldest prefill progresses
+            self._static = True
+        self._whole_room = whole
+        self.room = whole - self.planned.tokens
 
     def predict_s(self, request: Request) -> float:
         """Prefilling the rest of a request alone, at the present decodes and depth."""
         rest = request.remaining_prefill
         seconds = self._cost.predictor(self._load, self._dispatch, request, Planned())
-        tokens = min(rest, max(self.room, 1))
+        tokens = min(rest, self._whole_room)
         if not self._static:
             tokens = most(seconds, self._target_s, tokens, self._guess) or min(rest, self._block_tokens)
         return seconds(tokens) * max(1.0, rest / tokens)

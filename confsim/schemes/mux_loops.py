@@ -16,7 +16,6 @@ from typing import Any
 import simpy
 
 from confsim.kv import BlockPool, InPlaceKv
-from confsim.loop import DecodeLoop
 from confsim.plan import IterationTiming
 from confsim.request import Request
 from confsim.schemes.base import Instance, Setup
@@ -64,12 +63,11 @@ class MuxInstance(Instance):
         self._contention = contention
         self._layers = setup.model.num_hidden_layers
         self._queue = setup.policy.new_order()
-        index, times = self.ledger.new_timeline()
-        self.loop = DecodeLoop(index, times, 1, kv.block_tokens)
+        self.loop = self.ledger.new_loop(1, kv.block_tokens)
         self._decode_track = self.ledger.new_track(f"{name} decode", setup.instance)
         self._prefill_track = self.ledger.new_track(f"{name} prefill", setup.instance)
-        self._decode_noise = setup.noise(2 * index)
-        self._prefill_noise = setup.noise(2 * index + 1)
+        self._decode_noise = setup.noise(2 * self.loop.index)
+        self._prefill_noise = setup.noise(2 * self.loop.index + 1)
         self._holders = Holders()
         self._landed: list[Request] = []  # prefilled, decode in the next iteration
         self._batch: PrefillBatch | None = None  # being prefilled

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from heapq import heappop
+
 from confsim.policies.base import PredictPrefill
-from confsim.policies.heap import Lanes, pop
+from confsim.policies.heap import Lanes, pop, preempted
 from confsim.request import Request
 from confsim.slo import TOLERANCE
 
@@ -30,14 +32,19 @@ class Order:
 
     def pop(self, now_s: float, predict: PredictPrefill, new: bool = True) -> Request | None:
         """The feasible request with the earliest deadline, else the late one with the least to prefill."""
-        while (request := pop(self._feasible.head(new))) is not None:
+        late = self._late.head(new)
+        while feasible := self._feasible.head(new):
+            if late and preempted(late) and not preempted(feasible):
+                break  # what was preempted comes first, late or not
+            request = heappop(feasible)[2]
             limit_s = request.ttft_limit_s * TOLERANCE
             out_already = request.first_token_s >= 0
             if out_already or now_s + predict(request) - request.arrival_s <= limit_s:
                 return request
             self._is_late.add(request.id)
             self._late.push(request, request.remaining_prefill)
-        return pop(self._late.head(new))
+            late = self._late.head(new)
+        return pop(late)
 
     def remove(self, request: Request) -> None:
         """Take out a started request."""

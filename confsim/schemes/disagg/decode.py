@@ -10,7 +10,6 @@ from typing import Any
 import simpy
 
 from confsim.kv import BlockPool
-from confsim.loop import DecodeLoop
 from confsim.request import Request
 from confsim.schemes.base import Setup
 from confsim.schemes.cost import CoBatchCost
@@ -50,8 +49,7 @@ class DecodeWorker:
         self.index = index
         self.pool = BlockPool(capacity_tokens // setup.kv.block_tokens)
         self._block_tokens = setup.kv.block_tokens
-        timeline, times = setup.ledger.new_timeline()
-        self.loop = DecodeLoop(timeline, times, 1, setup.kv.block_tokens)
+        self.loop = setup.ledger.new_loop(1, setup.kv.block_tokens)
         self._track = setup.ledger.new_track(name, setup.instance)
         self._noise = setup.noise(len(setup.ledger.tracks))
         self._offered: deque[tuple[Request, PrefillWorker]] = deque()  # finished prompts, not pulled yet

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from confsim.kv import BlockPool
 from confsim.ledger import Ledger
-from confsim.loop import DecodeLoop
 from confsim.model_backend import Noise
 from confsim.record import Track
 from confsim.request import Request
@@ -28,8 +27,7 @@ class Strand:
     """Batches that decode in lockstep: one clock, one timeline."""
 
     def __init__(self, ledger: Ledger, name: str, instance: int, noise: Noise) -> None:
-        index, times = ledger.new_timeline()
-        self.loop = DecodeLoop(index, times, 1, 1)
+        self.loop = ledger.new_loop(1, 1)
         self.track: Track = ledger.new_track(name, instance)
         self.noise = noise
         self.batches: list[Batch] = []
