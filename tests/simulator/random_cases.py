@@ -26,7 +26,7 @@ def random_case(seed: int, scheme: str, order: str, prefix_cache: bool) -> Case:
         gpus=rng.choice([1, 2, 4]),
         kv_heads=rng.choice([1, 2, 4, 8]),
         block_tokens=block,
-        capacity_tokens=rng.randint(max(block, longest // 2), 4 * longest),
+        capacity_tokens=rng.randint(max(block, longest // 2), max(block, 4 * longest)),
         admission=rng.choice(["prompt", "step"]),
         prefix_cache=prefix_cache,
         trace_block_tokens=entry,
