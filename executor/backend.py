@@ -13,7 +13,7 @@ from confsim.plan import DecodeBatch, IterationPlan, PrefillChunk
 from executor.config import ExecutorConfig, Layout, Sampling
 from executor.runtime import ExecutedIteration, Runtime
 
-LAYOUT_OF_SCHEME = {"conflux": "xp", "chunked_prefill": "tp", "uniform_sp": "sp", "muxwise": "mux"}
+LAYOUT_OF_SCHEME = {"conflux": "xp", "chunked_prefill": "tp", "uniform_sp": "sp"}
 
 
 def derive_tokens(request: int, count: int, vocab_size: int, seed: int = 0) -> np.ndarray:

@@ -46,10 +46,12 @@ class Groups:
     tensor: Group
     tensor_second: Group
     counts: Counter[str] = field(default_factory=Counter)  # bytes of buffers since it was last cleared, by use
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def count(self, use: str, data: torch.Tensor) -> None:
-        """Add the bytes of a buffer."""
-        self.counts[use] += data.numel() * data.element_size()
+        """Add the bytes of a buffer; both paths may do so at once."""
+        with self._lock:
+            self.counts[use] += data.numel() * data.element_size()
 
 
 class Solo:

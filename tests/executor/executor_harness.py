@@ -149,7 +149,7 @@ def hugging_face(model: ModelConfig, folder: Path):  # type: ignore[no-untyped-d
     for name, parameter in reference.named_parameters():
         if "norm" in name:  # ones would hide a norm that is not applied
             parameter.data = 1 + 0.3 * torch.randn_like(parameter)
-    reference.save_pretrained(folder)
+    reference.save_pretrained(folder, max_shard_size="100KB")  # several files with an index
     return reference
 
 

@@ -196,6 +196,20 @@ def test_ranks_get_a_resolved_configuration() -> None:
             assert len(words) == 3
 
 
+def test_every_executor_config_composes(tmp_path: Path) -> None:
+    """The Qwen3 one runs; the GPU one says in one line what this machine lacks."""
+    import torch
+
+    _, rows = run(tmp_path / "a", "executor=cpu_tiny_qwen3", "prompts=[[1,2,3]]", "max_tokens=3")
+    assert len(rows[0]["token_ids"]) == 3
+    hf = {"model_type": "qwen3", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps({**hf, "num_attention_heads": 2, "head_dim": 16}))
+    words = ["executor=gpu", f"executor.model.path={tmp_path}", "executor.model.weights=false", "prompts=[[1]]"]
+    if not torch.cuda.is_available():
+        with pytest.raises(InputError, match="PyTorch sees no CUDA device here"):
+            generating.command(compose([f"output.dir={tmp_path}", *words], "run"))
+
+
 def test_config_of_a_hugging_face_folder(tmp_path: Path) -> None:
     raw = {
         "model_type": "llama",

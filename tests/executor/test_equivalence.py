@@ -44,9 +44,12 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return Reference(request.param, tmp_path_factory.mktemp(request.param))
 
 
-@pytest.fixture(scope="module", params=["process-sp2", "process-tp2xsp2"])
+PROCESSES = {"sp2": Layout("xp", 2, 1), "tp2-sp2": Layout("xp", 2, 2), "mux2": Layout("mux", 1, 2)}
+
+
+@pytest.fixture(scope="module", params=PROCESSES)
 def process_runtime(request: pytest.FixtureRequest, reference: Reference) -> Iterator[Runtime]:
-    layout = Layout("xp", 2, 1) if request.param == "process-sp2" else Layout("xp", 2, 2)
+    layout = PROCESSES[request.param]
     device = Device(launcher="processes", overlap="threads")
     with Runtime(reference.config, layout, device, KvConfig(capacity_tokens=1024), keep_logits=True) as runtime:
         yield runtime

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from executor_harness import THREADS, alone, generate, prompts, random_split, tiny
+from executor_harness import alone, generate, prompts, random_split, tiny
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -33,8 +33,7 @@ def runtimes() -> Iterator[dict[Layout, Runtime]]:
     model = tiny("qwen3", 8, 2)
     found: dict[Layout, Runtime] = {Layout("tp"): alone(model).__enter__()}
     for layout in LAYOUTS:
-        device = Device(launcher="threads", overlap="threads") if layout.tp == 1 else THREADS
-        found[layout] = Runtime(model, layout, device, KV).__enter__()
+        found[layout] = Runtime(model, layout, Device(launcher="threads", overlap="threads"), KV).__enter__()
     yield found
     for runtime in found.values():
         runtime.close()
