@@ -178,8 +178,9 @@ def _overview() -> str:
         "usage: confsim SUBCOMMAND [key=value ...]     (or python -m confsim)",
         "",
     ]
+    width = max(len(row.name) for row in SUBCOMMANDS) + 2
     for row in SUBCOMMANDS:
-        lines += [f"  {row.name:<10}{row.help}", f"            {row.example}"]
+        lines += [f"  {row.name:<{width}}{row.help}", f"  {'':<{width}}{row.example}"]
     lines += [
         "",
         "confsim SUBCOMMAND --help        its keys, their meaning and the choices of each group",
@@ -207,7 +208,8 @@ def _manual(row: Subcommand, words: Sequence[str]) -> str:
     choices = {entry: options(entry) for entry in entries if options(entry)}
     if choices:
         lines += ["", "Groups: GROUP=CHOICE, and GROUP.KEY=VALUE for a key inside"]
-        lines += [f"  {group:<10}{', '.join(names)}" for group, names in choices.items()]
+        width = max(map(len, choices)) + 2
+        lines += [f"  {group:<{width}}{', '.join(names)}" for group, names in choices.items()]
         lines.append(f"  (confsim {row.name} --help GROUP shows the keys of each choice)")
     return "\n".join(lines)
 
