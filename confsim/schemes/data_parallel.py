@@ -120,6 +120,12 @@ class DataParallelInstance(Instance):
         self._count(request)
         return True
 
+    def close(self) -> None:
+        """End the replicas' loops."""
+        for replica in self.replicas:
+            replica.close()
+        super().close()
+
     def ended(self, request: Request) -> None:
         """A replica's request is complete."""
         self.outstanding_requests -= 1

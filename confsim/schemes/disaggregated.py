@@ -174,6 +174,11 @@ class DisaggregatedInstance(Instance):
             for index in range(self._decode_kv.groups)
         ]  # fmt: skip
 
+        for prefill in self.prefills:
+            self.spawn(prefill.run())
+        for decode in self.decodes:
+            self.spawn(decode.run())
+
     def refusal(self, prompt_tokens: int, output_tokens: int) -> str:
         """Why a request could never be served here, or an empty string."""
         if prompt_tokens > self._scheme.max_prompt_tokens:

@@ -59,7 +59,6 @@ class DecodeWorker:
         self._swapped: deque[Request] = deque()
         self.swaps = 0
         self._wake: simpy.Event | None = None
-        setup.env.process(self._run())
 
     @property
     def load(self) -> int:
@@ -102,7 +101,8 @@ class DecodeWorker:
         if self._wake is not None and not self._wake.triggered:
             self._wake.succeed()
 
-    def _run(self) -> Generator[simpy.Event, Any, None]:
+    def run(self) -> Generator[simpy.Event, Any, None]:
+        """The worker's loop, a SimPy process."""
         while True:
             yield from self._pull()
             yield from self._rebatch()

@@ -55,7 +55,6 @@ class PrefillWorker:
         self._noise = setup.noise(len(setup.ledger.tracks))
         self._batch: list[Request] = []
         self._wake: simpy.Event | None = None
-        setup.env.process(self._run())
 
     @property
     def waiting(self) -> int:
@@ -87,7 +86,8 @@ class PrefillWorker:
         if self._wake is not None and not self._wake.triggered:
             self._wake.succeed()
 
-    def _run(self) -> Generator[simpy.Event, Any, None]:
+    def run(self) -> Generator[simpy.Event, Any, None]:
+        """The worker's loop, a SimPy process."""
         env = self._env
         while True:
             self._batch = self._next_batch()

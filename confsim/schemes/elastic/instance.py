@@ -75,7 +75,8 @@ class ElasticInstance(Instance):
         self._steps_since = 0  # decode iterations since the last macro-iteration
         self._wake: simpy.Event | None = None
         self.macros = self.pauses = self.migrated_tokens = 0
-        self.env.process(self._run())
+        self._coroutines: list[Generator[simpy.Event, Any, None]] = []  # of the present macro-iteration
+        self.spawn(self._run())
 
     def _new_strand(self, name: str, stream: int) -> Strand:
         return Strand(self.ledger, name, self.setup.instance, self.setup.noise(stream))
@@ -92,6 +93,40 @@ class ElasticInstance(Instance):
     def enqueue(self, request: Request) -> None:
         """Queue a request and wake the loop if it is idle."""
         self._queue.push(request)
+        self._rouse()
+
+    def close(self) -> None:
+        """End the loop and the coroutines of its macro-iteration."""
+        super().close()
+        for coroutine in self._coroutines:
+            coroutine.close()
+
+    def preload(self, request: Request, gpu: int) -> bool:
+        """Let a request decode on the instance of a GPU, as if its prompt had just been prefilled there."""
+        index = gpu * self._size // self.setup.cluster.gpus
+        if self.slots.free(index) <= request.target_tokens:
+            return False
+        batch = self._batch_on(index)
+        self.slots.admit(request, batch, index)
+        self._count(request)
+        if batch.strand is not None:
+            batch.strand.loop.join(request, 0, self.ledger.oracle.left(request))
+            self.slots.held[request.id].since = batch.strand.step
+        self._rouse()
+        return True
+
+    def _batch_on(self, index: int) -> Batch:
+        """The batch of an instance to which a request can be added now."""
+        for batch in (*self._parked, *(batch for strand in self._strands for batch in strand.batches)):
+            if index in batch.instances and not (batch.strand is not None and batch.strand.flying):
+                return batch
+        busy = any(index in batch.instances for strand in self._strands for batch in strand.batches)
+        (self._parked if busy else self._main.batches).append(batch := Batch([index]))
+        if not busy:
+            batch.strand = self._main
+        return batch
+
+    def _rouse(self) -> None:
         if self._wake is not None and not self._wake.triggered:
             self._wake.succeed()
 
@@ -258,14 +293,13 @@ class ElasticInstance(Instance):
         end_s = now + max(prefill.timing.duration_s for prefill in prefills)
         macro = Macro(now, end_s, max(prefill.predicted_s for prefill in prefills), len(prefills))
         self.macros += 1
-        strands = [self._main] if self._main.batches else []
-        processes = [self.env.process(self._independent(strand, [], macro)) for strand in strands]
+        self._coroutines = [self._independent(self._main, [], macro)] if self._main.batches else []
         for strand, prefill in zip(self._side, prefills, strict=False):
-            strands.append(strand)
-            processes.append(self.env.process(self._independent(strand, [prefill], macro)))
+            self._coroutines.append(self._independent(strand, [prefill], macro))
+        processes = [self.env.process(coroutine) for coroutine in self._coroutines]
         yield processes[0] if len(processes) == 1 else self.env.all_of(processes)
         self._steps_since = 0
-        self._join(strands)
+        self._join()
 
     def _compact(self, sums: Sums) -> Generator[simpy.Event, Any, None]:
         """Migrate KV out of the emptiest instances: as many as the prompts need, more where prefill gains by it."""
@@ -465,22 +499,18 @@ class ElasticInstance(Instance):
             yield self.env.timeout(POLL_S)
         return []
 
-    def _join(self, strands: list[Strand]) -> None:
-        """All batches decode on in the main strand; paused ones merge with new ones that share an instance."""
+    def _join(self) -> None:
+        """All batches decode on in the main strand; those that share an instance, paused and new ones, merge."""
         main = self._main
-        new = [batch for strand in strands for batch in strand.batches]
-        for strand in strands:
-            strand.batches = []
-        rest = self._parked
+        batches = [batch for strand in self._strands for batch in strand.batches] + self._parked
         self._parked = []
-        for batch in (*new, *rest):
+        for strand in self._strands:
+            strand.batches = []
+        for batch in batches:
             self.slots.attach(batch, main, self.ledger)
-        for batch in new:
-            kept = [batch]
-            for other in rest:
+            for other in list(main.batches):
                 if set(batch.instances) & set(other.instances):
-                    self.slots.merge(batch, other)
-                else:
-                    kept.append(other)
-            rest = kept
-        main.batches = rest
+                    self.slots.merge(other, batch)
+                    main.batches.remove(other)
+                    batch = other
+            main.batches.append(batch)

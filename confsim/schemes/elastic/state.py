@@ -87,6 +87,15 @@ class Slots:
                 left -= part
             self.held[request.id] = Held(tokens)
 
+    def admit(self, request: Request, batch: Batch, instance: int) -> None:
+        """A request whose KV is on an instance joins the batch there."""
+        tokens = request.target_tokens
+        self.pools[instance].held += tokens
+        self.held[request.id] = Held({instance: tokens})
+        request.prefilled = tokens
+        batch.members[request.id] = request
+        batch.used[instance] = batch.used.get(instance, 0) + tokens
+
     def batch_of(self, requests: Sequence[Request]) -> Batch:
         """A batch on the instances that hold its tokens; the others of its prefill are released (scale-down)."""
         batch = Batch([], {request.id: request for request in requests})
