@@ -76,6 +76,8 @@ class Simulation:
     def replay(self, load: Load, probe: bool = False, check: bool = False) -> Result:
         """Replay a load."""
         began = perf_counter()
+        for model in self.compiled.values():
+            model.extrapolations = 0
         run = Run(self, load, watch=probe)
         run.execute(None if probe else self.horizon_s, check)
         result = run.result()
