@@ -10,6 +10,7 @@ from confsim.configuration import explain
 from confsim.engine import Simulation, Window
 from confsim.errors import InputError
 from confsim.result import Result
+from traces.progress import console_progress
 from traces.trace import Trace
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def load_trace(cfg: DictConfig) -> Trace:
     wants_blocks = bool(cfg.kv.prefix_cache) or cfg.cluster.router == "prefix_aware"
 
     def load() -> Trace:
-        trace: Trace = source.load(seed=cfg.seed, block_ids=wants_blocks)
+        trace: Trace = source.load(seed=cfg.seed, block_ids=wants_blocks, progress=console_progress())
         return trace
 
     if not cfg.get("cache", True):
