@@ -44,7 +44,10 @@ class LiveBackend:
         self._known: set[int] = set()
 
     def submit(self, plan: IterationPlan) -> None:
-        """Start an iteration; requests that are new to the ranks get their prompts first."""
+        """Start an iteration; requests that are new to the ranks get their prompts first, and only they keep them."""
+        for released in plan.released:
+            self._known.discard(released)
+            self.runtime.drop_prompt(released)
         for chunk in plan.prefill:
             request = chunk.request
             if request.id not in self._known:

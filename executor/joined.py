@@ -99,6 +99,7 @@ class JoinedTeam:
         """The next report of any rank."""
         if not self._got:
             self._got = self._collect(f"report/{self._collected}")
+            self._store.delete_key(f"plan/{self._collected}")
             self._collected += 1
         report = self._got.pop(0)
         assert isinstance(report, Report)
@@ -126,8 +127,9 @@ class JoinedTeam:
                     self._fail(own)
             self._raise_failure(own)
             if missing and self._store.check([f"{key}/{missing[0]}"]):
-                found[missing[0]] = pickle.loads(self._store.get(f"{key}/{missing[0]}"))
-                missing.pop(0)
+                rank = missing.pop(0)
+                found[rank] = pickle.loads(self._store.get(f"{key}/{rank}"))
+                self._store.delete_key(f"{key}/{rank}")
             elif own is not None:
                 time.sleep(POLL_S)
         assert not isinstance(own, Failure)

@@ -151,6 +151,10 @@ class Runtime:
         self._prompts.pop(request, None)
         self._emitted.pop(request, None)
 
+    def drop_prompt(self, request: int) -> None:
+        """Drop a prompt that can be added again if the request comes back; its emitted tokens stay known."""
+        self._prompts.pop(request, None)
+
     def emitted(self, request: int) -> tuple[int, ...]:
         """Tokens that a request got so far, in results that are complete."""
         return tuple(self._emitted[request])
