@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+import simpy
 
 from confsim.api import build
 from confsim.engine import Run, Simulation
@@ -24,7 +25,7 @@ from confsim.slo import TOLERANCE
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-STARVED_S = 300.0  # simulated seconds a prefill after which it is given up
+STARVED_S = 60.0  # simulated seconds a prefill after which it is given up
 PARTS = ("linear", "prefill_attention", "decode_attention", "communication", "head", "overhead")
 
 
@@ -117,12 +118,7 @@ def run_scenario(simulation: Simulation, scenario: Scenario) -> ScenarioResult:
         InputError: if the scheme cannot hold the decodes or a prefill.
     """
     run = ScenarioRun(simulation, scenario)
-    run.execute(STARVED_S * len(run.load), check=False)
-    if not run.over:
-        raise InputError(
-            f"{simulation.scheme.name}: prefills of {len(run.load)} ended in {run.env.now:g} s: {len(run.ends_s)}; the "
-            "decodes starve them"
-        )
+    run.execute(None, check=False)
     result = run.outcome()
     run.close()
     return result
@@ -161,6 +157,13 @@ class ScenarioRun(Run):
                 self._add_decode(slot, index * self.scenario.decode_tokens // count)
                 slot += 1
         self._next_prefill()
+        self.env.process(self._guard())
+
+    def _guard(self) -> Generator[simpy.Event, Any, None]:
+        yield self.env.timeout(STARVED_S * len(self.load))
+        if not self.over:
+            name, done = self.simulation.scheme.name, len(self.ends_s)
+            raise InputError(f"{name}: {done} prefills ended in {self.env.now:g} s, the decodes starve the others")
 
     def _next_prefill(self) -> None:
         self.starts_s.append(self.env.now)
