@@ -127,13 +127,13 @@ def command(cfg: Any) -> int:
     """
     import hydra
 
-    from executor.generate import _folder
+    from executor.generate import run_folder
     from executor.joined import world_of
 
     config: ExecutorConfig = hydra.utils.instantiate(cfg.executor, _convert_="all")
     outcomes = run_joined_check(config) if world_of(os.environ) else run_checks(config)
     summary = summarise(outcomes, config)
-    folder = _folder(cfg)
+    folder = run_folder(cfg)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n")
     if not cfg.quiet:

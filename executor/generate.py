@@ -202,7 +202,7 @@ def command(cfg: Any) -> int:
             generation = generate(runtime, prompts, cfg.max_tokens, cfg.chunk_tokens, sampling)
     except RankError as error:
         raise InputError(str(error)) from error
-    folder = _folder(cfg)
+    folder = run_folder(cfg)
     _write(folder, generation, config)
     if not cfg.quiet:
         _show(generation, config, folder)
@@ -215,7 +215,8 @@ def _plain(node: Any) -> Any:
     return OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
 
 
-def _folder(cfg: Any) -> Path:
+def run_folder(cfg: Any) -> Path:
+    """The running job's output folder; `output.dir` itself outside the command line."""
     from hydra.core.hydra_config import HydraConfig
 
     if HydraConfig.initialized():

@@ -196,6 +196,16 @@ def test_ranks_get_a_resolved_configuration() -> None:
             assert len(words) == 3
 
 
+def test_ranks_inside_a_sweep(tmp_path: Path) -> None:
+    """H6: two runs of a sweep, each with its own layout and ranks that are processes."""
+    words = ["prompts=[[5,6,7]]", "max_tokens=3", "executor.layout.kind=xp,sp", "quiet=true", f"output.dir={tmp_path}"]
+    subprocess.run([sys.executable, "-m", "confsim", "run", "-m", *words], check=True, cwd=tmp_path)
+    summaries = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*/*/summary.json"))]
+    outputs = [path.read_text() for path in sorted(tmp_path.glob("*/*/outputs.jsonl"))]
+    assert [summary["layout"]["kind"] for summary in summaries] == ["xp", "sp"]
+    assert outputs[0] == outputs[1]
+
+
 def test_every_executor_config_composes(tmp_path: Path) -> None:
     """The Qwen3 one runs; the GPU one says in one line what this machine lacks."""
     import torch
