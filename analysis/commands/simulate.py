@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from analysis.commands.shared import (
     share,
     shown,
 )
+from analysis.knee import attainment_band
 from analysis.timeline import write_timeline
 from confsim import api
 from confsim.errors import InputError
@@ -41,9 +43,11 @@ def command(cfg: DictConfig) -> None:
         InputError: for a user's mistake.
     """
     folder = run_folder()
-    timeline = wants_timeline(cfg.output.timeline)
+    timeline = outside_sweeps("output.timeline", cfg.output.timeline)
     started = time.perf_counter()
     result = api.simulate(cfg)
+    if outside_sweeps("output.band", cfg.output.band):
+        result = replace(result, summary={**result.summary, "band": attainment_band(cfg, result)})
     result.write(folder)
     if timeline:
         write_timeline(folder / "timeline.json.gz", result, cfg.output.timeline_iterations)
@@ -56,8 +60,8 @@ def command(cfg: DictConfig) -> None:
         print_summary(console, result.summary, folder, time.perf_counter() - started)
 
 
-def wants_timeline(value: Any) -> bool:
-    """`output.timeline`: true, false, or auto (only outside sweeps).
+def outside_sweeps(key: str, value: Any) -> bool:
+    """A setting that is true, false, or auto (only outside sweeps).
 
     Raises:
         InputError: for anything else.
@@ -66,7 +70,7 @@ def wants_timeline(value: Any) -> bool:
         return not in_sweep()
     if isinstance(value, bool):
         return value
-    raise InputError(f"output.timeline={value}: use true, false or auto")
+    raise InputError(f"{key}={value}: use true, false or auto")
 
 
 def one_line(summary: dict[str, Any], folder: Path) -> str:
@@ -79,6 +83,12 @@ def print_summary(console: Console, summary: dict[str, Any], folder: Path, wall_
     """The first screen of a run: what was served, what was not, and how fast."""
     console.print(Text(str(summary["label"]), style="bold"))
     console.print(_attainment(summary), Text(_requests(summary)), sep="\n")
+    if band := summary.get("band"):
+        low, high = band["attainment"]
+        error = share(band["latency_error"])
+        console.print(
+            Text(f"with all latencies ±{error} (held-out error of the profile): {share(low)} to {share(high)}")
+        )
     console.print(_table(summary))
     print_warnings(console, summary.get("warnings", []))
     speed = summary["iterations"] / wall_s if wall_s else 0.0
