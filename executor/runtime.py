@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
@@ -52,6 +53,12 @@ class ExecutedIteration(IterationTiming):
         timing.number = slowest.number
         timing.wall_s = wall_s
         return timing
+
+    def _replace(self, **changes: Any) -> ExecutedIteration:
+        """A copy with other fields, as of any named tuple; what the ranks reported stays with it."""
+        copy = super()._replace(**changes)
+        copy.__dict__.update(self.__dict__)
+        return copy
 
     @property
     def overlap(self) -> str:

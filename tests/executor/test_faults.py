@@ -37,24 +37,26 @@ def whole(request: int, tokens: int, shards: tuple[int, ...] = ()) -> IterationP
     return IterationPlan((chunk,), tuple(DecodeBatch(group) for group in range(len(shards))))
 
 
+@pytest.fixture(autouse=True)
+def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this test leaves behind is told from what others do at the same time."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
 @contextmanager
 def clean(seconds: float = 30.0) -> Iterator[None]:
     """Whatever happens inside takes at most `seconds` and leaves no process, folder or shared memory."""
-    folders, memory = _folders(), _shared_memory()
+    memory = _shared_memory()
     begin = time.monotonic()
     yield
     assert time.monotonic() - begin < seconds
     assert _children() == []
-    assert _folders() == folders
+    assert list(Path(tempfile.gettempdir()).glob("confsim-ranks-*")) == []
     assert _shared_memory() == memory
 
 
-def _folders() -> set[str]:
-    return {path.name for path in Path(tempfile.gettempdir()).glob("confsim-ranks-*")}
-
-
 def _shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else set()
+    return {path.name for path in Path("/dev/shm").glob("torch_*")}
 
 
 def _children(pid: int | None = None) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 from executor_harness import THREADS, alone, generate, prompts, tiny
@@ -85,6 +87,8 @@ def test_a_result_is_an_iteration_timing(expected: list[int]) -> None:
         first = runtime.result()
         second = runtime.run(IterationPlan((PrefillChunk(Request(1, 0.0, 19), 0, (9, 10), True, -1),), batches))
     assert isinstance(first, IterationTiming)
+    other = pickle.loads(pickle.dumps(first._replace(predicted_s=2.0)))
+    assert (other.predicted_s, other.duration_s, other.tokens) == (2.0, first.duration_s, first.tokens)
     assert (first.overlap, first.overlap_valid) == ("none", True)
     assert (second.overlap, second.overlap_valid) == ("threads", True)
     assert second.ranks[1].overlap == "none"  # no decode there
