@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import sys
 import time
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from omegaconf import DictConfig
 
 from analysis.commands.shared import shown
 from analysis.report import write_report
+from analysis.sweep.folder import read_plan
+from analysis.sweep.report import Choice, write_sweep_report
 from confsim.errors import InputError
 
 
@@ -22,9 +25,22 @@ def command(cfg: DictConfig) -> None:
     if not cfg.folders:
         raise InputError("folders=[]: name the output folder of at least one run")
     folders = [Path(str(folder)) for folder in cfg.folders]
-    path = write_report(folders, _target(cfg, folders), cfg.title)
+    path = _write(cfg, folders)
     if not cfg.quiet:
         print(f"report: {shown(path)}")
+
+
+def _write(cfg: DictConfig, folders: list[Path]) -> Path:
+    if not any(read_plan(folder) for folder in folders):
+        for key in ("x", "by", "metric", "images"):
+            if cfg[key] is not None:
+                raise InputError(f"{key}={cfg[key]}: only reports of sweeps have it; {folders[0]} is none")
+        return write_report(folders, _target(cfg, folders), cfg.title)
+    choice = Choice(cfg.x, cfg.by, cfg.metric)
+    path, warnings = write_sweep_report(folders, _target(cfg, folders), cfg.title, choice, cfg.images)
+    for line in warnings:
+        print(f"warning: {line}", file=sys.stderr)
+    return path
 
 
 def _target(cfg: DictConfig, folders: list[Path]) -> Path:

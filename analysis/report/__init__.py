@@ -16,7 +16,11 @@ def write_report(folders: Sequence[Path], path: Path, title: str | None = None) 
     Raises:
         InputError: if a folder does not exist or holds no result.
     """
-    text = render(load_results(folders), title)
+    return write_page(path, render(load_results(folders), title))
+
+
+def write_page(path: Path, text: str) -> Path:
+    """Write a page in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(text, encoding="utf-8")
@@ -24,4 +28,4 @@ def write_report(folders: Sequence[Path], path: Path, title: str | None = None) 
     return path
 
 
-__all__ = ["write_report"]
+__all__ = ["write_page", "write_report"]

@@ -17,6 +17,7 @@ RESULTLESS = ("cache", "output", "quiet", "resume", "sweep")  # top-level keys t
 RESULTLESS_LEAVES = (("goodput", "workers"),)
 CODE = ("confsim", "traces")
 SEARCH = ("analysis.cases", "analysis.compare", "analysis.goodput", "analysis.runner")  # of a goodput search
+EXTRAS = ("band", "timeline")  # of `output`
 LIBRARIES = ("numpy", "simpy")  # whose version may change a number
 ID_DIGITS = 32
 
@@ -58,6 +59,8 @@ class Identifier:
 def relevant(config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a resolved configuration that results depend on."""
     kept = {key: value for key, value in config.items() if key not in RESULTLESS}
+    output = config.get("output") or {}
+    kept["output"] = [key for key in EXTRAS if output.get(key) is True]  # files and figures that a run has or not
     for group, leaf in RESULTLESS_LEAVES:
         if isinstance(kept.get(group), Mapping):
             kept[group] = {key: value for key, value in kept[group].items() if key != leaf}

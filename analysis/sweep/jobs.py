@@ -52,6 +52,7 @@ def simulate(config: Mapping[str, Any], folder: Path, shared: Shared) -> Note:
     """One replay."""
     from omegaconf import OmegaConf
 
+    from analysis.knee import attainment_band
     from analysis.timeline import write_timeline
     from confsim import api
 
@@ -64,6 +65,8 @@ def simulate(config: Mapping[str, Any], folder: Path, shared: Shared) -> Note:
         tables.absorb(simulation.compiled)
     else:
         result = simulation.run()
+    if config["output"].get("band") is True:
+        result = replace(result, summary={**result.summary, "band": attainment_band(cfg, result)})
     result.write(folder)
     if config["output"]["timeline"] is True:
         write_timeline(folder / "timeline.json.gz", result, config["output"]["timeline_iterations"])

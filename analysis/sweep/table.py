@@ -84,7 +84,8 @@ def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in _flat(relevant(config)).items() if not key.endswith("_target_")}
+    own = {key: value for key, value in relevant(config).items() if key != "output"}
+    return {key: value for key, value in _flat(own).items() if not key.endswith("_target_")}
 
 
 def _scalar(value: Any) -> Any:
