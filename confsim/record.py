@@ -88,6 +88,7 @@ class Track:
         ends_s: list[float],
         linear_s: float,
         head_s: float,
+        overhead_s: float,
         decode: tuple[int, ...],
         queued: int,
         kv_used_blocks: int,
@@ -97,7 +98,7 @@ class Track:
         self.ends.extend(ends_s)
         zeros = (0,) * len(decode)
         row = Row(
-            len(ends_s), start_s, zeros, decode, linear_s, 0.0, -1.0, 0.0, head_s, 0.0, -1.0, queued, kv_used_blocks,
+            len(ends_s), start_s, zeros, decode, linear_s, 0.0, -1.0, 0.0, head_s, overhead_s, -1.0, queued, kv_used_blocks,
             context_tokens,
         )  # fmt: skip
         self.rows.append(row)
@@ -132,7 +133,7 @@ class Track:
             if name.endswith("_s") and name != "start_s"
         }
         duration = ends - starts
-        rest = duration - out["linear_s"] - out["head_s"]
+        rest = duration - out["linear_s"] - out["head_s"] - out["overhead_s"]
         out["decode_attention_s"] = np.where(out["decode_attention_s"] < 0, rest, out["decode_attention_s"])
         out["predicted_s"] = np.where(out["predicted_s"] < 0, duration, out["predicted_s"])
         decode_tokens = np.array([sum(groups) for groups in by_name["decode"]], np.int64)

@@ -85,10 +85,8 @@ def print_summary(console: Console, summary: dict[str, Any], folder: Path, wall_
     console.print(_attainment(summary), Text(_requests(summary)), sep="\n")
     if band := summary.get("band"):
         low, high = band["attainment"]
-        error = share(band["latency_error"])
-        console.print(
-            Text(f"with all latencies ±{error} (held-out error of the profile): {share(low)} to {share(high)}")
-        )
+        error = f"with all latencies ±{share(band['latency_error'])} (held-out error of the profile)"
+        console.print(Text(f"{error}: {share(low)} to {share(high)}"))
     console.print(_table(summary))
     print_warnings(console, summary.get("warnings", []))
     speed = summary["iterations"] / wall_s if wall_s else 0.0

@@ -165,7 +165,10 @@ class CoBatchInstance(Instance):
         context = sum(batch.context_tokens for batch in loop.batches)
         linear_s = cost.linear_s(load, load.peak, 0)
         head_s = cost.latency.head_s(load.peak)
-        self._track.run(start_s, ends, linear_s, head_s, load.counts, len(self._queue), self._used_blocks(), context)
+        overhead_s = cost.exposed_s(load.total, linear_s + load.attention_s + head_s)
+        self._track.run(
+            start_s, ends, linear_s, head_s, overhead_s, load.counts, len(self._queue), self._used_blocks(), context
+        )
         if len(ends) > 1:
             loop.advance(ends[:-1])
             loop.grown = True

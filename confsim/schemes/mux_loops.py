@@ -198,8 +198,9 @@ class MuxInstance(Instance):
         ends = cost.decode_run(loop.batches, load, start_s, env.peek(), loop.steps_to_end(), self._decode_noise)
         del ends[self._grow_ahead(len(ends) - 1) :]
         linear_s, head_s = cost.linear_s(load, load.peak, 0), cost.latency.head_s(load.peak)
+        overhead_s = cost.exposed_s(load.total, linear_s + load.attention_s + head_s)
         self._decode_track.run(
-            start_s, ends, linear_s, head_s, load.counts, len(self._queue), self.kv.pools[0].held, context
+            start_s, ends, linear_s, head_s, overhead_s, load.counts, len(self._queue), self.kv.pools[0].held, context
         )
         if len(ends) > 1:
             loop.advance(ends[:-1])

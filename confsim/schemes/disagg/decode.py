@@ -198,8 +198,10 @@ class DecodeWorker:
         load = cost.load(loop.batches)
         ends = cost.decode_run(loop.batches, load, start_s, env.peek(), loop.steps_to_end(), self._noise)
         del ends[self._grow_ahead(len(ends)) :]
+        linear_s, head_s = cost.linear_s(load, load.peak, 0), cost.latency.head_s(load.peak)
+        overhead_s = cost.exposed_s(load.total, linear_s + load.attention_s + head_s)
         self._track.run(
-            start_s, ends, cost.linear_s(load, load.peak, 0), cost.latency.head_s(load.peak), load.counts,
+            start_s, ends, linear_s, head_s, overhead_s, load.counts,
             len(self._offered) + len(self._waiting), self.pool.held, loop.batches[0].context_tokens,
         )  # fmt: skip
         if len(ends) > 1:
