@@ -98,8 +98,8 @@ class Track:
         self.ends.extend(ends_s)
         zeros = (0,) * len(decode)
         row = Row(
-            len(ends_s), start_s, zeros, decode, linear_s, 0.0, -1.0, 0.0, head_s, overhead_s, -1.0, queued, kv_used_blocks,
-            context_tokens,
+            len(ends_s), start_s, zeros, decode, linear_s, 0.0, -1.0, 0.0, head_s, overhead_s, -1.0,
+            queued, kv_used_blocks, context_tokens,
         )  # fmt: skip
         self.rows.append(row)
 
