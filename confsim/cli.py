@@ -90,6 +90,12 @@ SUBCOMMANDS = (
         folder=False,
     ),
     Subcommand(
+        "validate",
+        "compare simulation with measured engines, or with our own executor",
+        "confsim validate source=silicon",
+        "analysis.validate.command:command",
+    ),
+    Subcommand(
         "run",
         "generate tokens on real ranks (CPU or GPU) with a parallel layout",
         "confsim run executor=cpu_tiny prompts='once upon a time' max_tokens=8",
