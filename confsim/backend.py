@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from confsim.plan import IterationPlan, IterationTiming
+
+if TYPE_CHECKING:
+    from confsim.model_backend import Cost, Noise
 
 
 class Backend(Protocol):
@@ -18,3 +22,29 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Release what the backend holds; harmless when repeated."""
+
+
+class RunBackends(Protocol):
+    """The backends of one run, where they hold something from its start to its end (ranks, a wall clock)."""
+
+    def create(self, cost: Cost, noise: Noise, tp: int, sp: int, layout: str) -> Backend:
+        """A backend for one loop."""
+
+    def report(self) -> Mapping[str, Any]:
+        """What was measured beside the iterations, as plain JSON data: `live` of the summary."""
+
+    def close(self) -> None:
+        """Release everything; harmless when repeated."""
+
+
+@runtime_checkable
+class OpensRuns(Protocol):
+    """A backend factory that makes its backends anew for every run."""
+
+    def open(self, now_s: Callable[[], float]) -> RunBackends:
+        """Start a run whose simulated time is `now_s()`."""
+
+
+def open_run(factory: object, now_s: Callable[[], float]) -> RunBackends | None:
+    """The backends of a run, or None where a factory serves all runs alike."""
+    return factory.open(now_s) if isinstance(factory, OpensRuns) else None

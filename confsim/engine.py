@@ -13,6 +13,7 @@ import pyarrow as pa
 import simpy
 
 from confsim import summary
+from confsim.backend import open_run
 from confsim.kv import KvConfig
 from confsim.ledger import Ledger, Oracle, Watch
 from confsim.policies import Policy
@@ -79,10 +80,12 @@ class Simulation:
         for model in self.compiled.values():
             model.extrapolations = 0
         run = Run(self, load, watch=probe)
-        run.execute(None if probe else self.horizon_s, check)
-        result = run.result()
-        timing = summary.timing(run.ledger, perf_counter() - began)
-        run.close()
+        try:
+            run.execute(None if probe else self.horizon_s, check)
+            result = run.result()
+            timing = summary.timing(run.ledger, perf_counter() - began)
+        finally:
+            run.close()
         return replace(result, timing=timing)
 
     def zero_load(self, requests: int = 200) -> Result:
@@ -100,6 +103,7 @@ class Run:
         self.simulation = simulation
         self.load = load
         self.env = simpy.Environment()
+        self.live = open_run(simulation.backend, lambda: self.env.now)
         table = load.trace.table
         self._prompt: list[int] = table["prompt_tokens"].to_pylist()
         self._output: list[int] = table["output_tokens"].to_pylist()
@@ -122,7 +126,7 @@ class Run:
     def _setup(self) -> Setup:
         s = self.simulation
         return Setup(
-            self.env, s.model, s.gpu, s.cluster, s.latency, s.slo, s.kv, s.policy, s.backend, self.ledger,
+            self.env, s.model, s.gpu, s.cluster, s.latency, s.slo, s.kv, s.policy, self.live or s.backend, self.ledger,
             s.latency.noise, s.seed, 0, self.load.trace.block_tokens if self._blocks else 0, s.compiled,
         )  # fmt: skip
 
@@ -236,6 +240,8 @@ class Run:
 
     def close(self) -> None:
         """Let go of what the result does not need."""
+        if self.live is not None:
+            self.live.close()
         self.ledger.forget()
         for instance in self.instances:
             instance.close()
@@ -246,6 +252,8 @@ class Run:
         """The result so far; in a probe, with its verdict."""
         requests, outcome = summary.requests_table(self)
         data = summary.summarise(self, requests, outcome)
+        if self.live is not None:
+            data["live"] = dict(self.live.report())
         verdict = self._verdict(outcome.attainment)
         return Result("simulate", data, requests, tuple(self.ledger.tracks), {}, verdict)
 

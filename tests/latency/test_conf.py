@@ -15,7 +15,7 @@ from confsim.latency.config import FittedLatency
 from confsim.specs import GpuSpec, ModelSpec
 
 
-@pytest.mark.parametrize("name", [name for name in options("model") if name != "hf"])
+@pytest.mark.parametrize("name", [name for name in options("model") if name not in ("hf", "executor")])
 def test_models(name: str) -> None:
     model = instantiate(compose([f"model={name}"], command="fit").model)
     assert isinstance(model, ModelSpec) and model.name == name
@@ -27,7 +27,7 @@ def test_models(name: str) -> None:
     assert (model.gemm_itemsize, model.kv_itemsize) == ((1, 1) if name.endswith("_fp8") else (2, 2))
 
 
-@pytest.mark.parametrize("name", options("gpu"))
+@pytest.mark.parametrize("name", [name for name in options("gpu") if name != "cpu"])
 def test_gpus(name: str) -> None:
     gpu = instantiate(compose([f"gpu={name}"], command="fit").gpu)
     assert isinstance(gpu, GpuSpec) and gpu.name == name
