@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_cases import random_case
+from reference import Reference
 from simulator_harness import ORDERS, SCHEMES, Case, column, latency
 
 from confsim.engine import Window
 from confsim.metrics import quantile, statistics
-from confsim.record import Track
 from confsim.slo import Slo
 
 LAW = latency(linear_base_s=0.01)
@@ -223,10 +223,7 @@ def test_deadline_rule_lends_early_slack() -> None:
 @given(st.integers(0, 2**32), st.sampled_from(SCHEMES), st.sampled_from(ORDERS))
 def test_attainment_from_token_times(seed: int, scheme: str, order: str) -> None:
     """Both rules, recomputed one token at a time from the naive reference's token times."""
-    from reference import Reference
-
-    case = random_case(seed, scheme, "fcfs" if scheme == "conflux" else order, False)
-    case = dataclasses.replace(case, scheme="chunked_prefill", order="fcfs")
+    case = random_case(seed, scheme, order, False)
     reference = Reference(case)
     reference.run()
     for rule in ("max_gap", "deadline"):
@@ -326,10 +323,3 @@ def test_offered_and_completed_rates() -> None:
     assert summary["offered_rate"] == pytest.approx(2.0)
     assert summary["completed_rate"] == pytest.approx(21 / 10.01)
     assert summary["simulated_s"] == pytest.approx(10.01)
-
-
-def test_busy_time_of_a_track() -> None:
-    track = Track("x")
-    track.run(1.0, [1.5, 2.0, 2.5], 0.0, 0.0, (1,), 0, 0, 1)
-    track.run(4.0, [5.0], 0.0, 0.0, (1,), 0, 0, 1)
-    assert track.busy_s() == pytest.approx(2.5)

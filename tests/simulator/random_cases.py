@@ -19,11 +19,13 @@ def random_case(seed: int, scheme: str, order: str, prefix_cache: bool) -> Case:
     if prefix_cache:
         rows = _with_prefixes(rng, rows, entry)
     longest = max(row[1] + row[2] for row in rows)
+    gpus, tp = rng.choice([(1, 1), (2, 1), (4, 1), (4, 1), (4, 2), (2, 2), (8, 2)])
     return Case(
         rows,
         scheme,
         order,
-        gpus=rng.choice([1, 2, 4]),
+        gpus=gpus,
+        tp=tp,
         kv_heads=rng.choice([1, 2, 4, 8]),
         block_tokens=block,
         capacity_tokens=rng.randint(max(block, longest // 2), max(block, 4 * longest)),

@@ -37,6 +37,7 @@ class Req:
     hits: int = 0
     late: bool = False
     lands_s: float = 0.0
+    sent: int = 0  # place in the order of transfers
     prefill_start_s: float = -1.0
 
     @property
@@ -322,11 +323,14 @@ class Reference:
 
     def plan(self) -> list[PlannedChunk]:
         """Chunks in queue order, as much as there is room for."""
-        room, fixed = self.rule()
         chunks: list[PlannedChunk] = []
         tried: set[int] = set()
         new = True
-        while room > 0:
+        while True:
+            room, fixed = self.rule()  # anew, since a preemption changes the decodes
+            room -= sum(chunk.tokens for chunk in chunks)
+            if room <= 0:
+                break
             r = self.choose(tried, new)
             if r is None:
                 break
@@ -349,7 +353,6 @@ class Reference:
                     self.cancel(r)
                 new = False
                 continue
-            room -= n
             if not chunks[-1].last:
                 break
         return chunks
@@ -485,7 +488,7 @@ class Reference:
     def land_due(self) -> None:
         """Transfers that have ended."""
         waiting = [r for r in self.requests if r.status == "transfer" and 0 < r.lands_s <= self.now]
-        for r in sorted(waiting, key=lambda r: (r.lands_s, r.id)):
+        for r in sorted(waiting, key=lambda r: (r.lands_s, r.sent)):
             self.land(r)
 
     def land(self, r: Req) -> None:
@@ -528,6 +531,7 @@ class Reference:
                 self.end(r)
             elif transfer_s > seconds:
                 r.lands_s = self.now + (transfer_s - seconds)
+                r.sent = 1 + max(other.sent for other in self.requests)
             else:
                 self.land(r)
 

@@ -103,3 +103,20 @@ def test_engine_equals_reference(scheme: str, order: str, prefix_cache: bool) ->
         compare(random_case(seed, scheme, order, prefix_cache))
 
     check()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_tables_do_not_depend_on_the_path(scheme: str) -> None:
+    """Decode-only iterations that run ahead leave the rows that iterations planned one by one leave."""
+
+    @settings(SETTINGS, max_examples=15)
+    @given(st.integers(0, 2**32))
+    def check(seed: int) -> None:
+        case = random_case(seed, scheme, "fcfs", seed % 2 == 0)
+        planned = case.run(backend=RecordingBackendConfig()).iterations
+        ahead = case.run().iterations
+        for name in planned.column_names:
+            want, got = planned[name].to_pylist(), ahead[name].to_pylist()
+            assert got == (pytest.approx(want, rel=1e-6, abs=1e-9) if name.endswith("_s") else want), name
+
+    check()
