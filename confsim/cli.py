@@ -83,6 +83,13 @@ SUBCOMMANDS = (
         folder=False,
     ),
     Subcommand(
+        "profile",
+        "measure real ranks for a latency profile of your own hardware",
+        "confsim profile executor=cpu_tiny output=profiles/mine",
+        "executor.profile.command:command",
+        folder=False,
+    ),
+    Subcommand(
         "fit",
         "fit a latency profile to kernel measurements",
         "confsim fit source=aiconfigurator model=qwen3_14b gpu=h100_sxm",

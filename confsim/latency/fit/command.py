@@ -14,6 +14,9 @@ from confsim.specs import GpuSpec, ModelSpec
 
 # Modules whose `load(model, gpu)` returns Measurements.
 SOURCES = {"aiconfigurator": "confsim.latency.fit.aiconfigurator"}
+# Modules that read a folder of the user's: `specs(folder)` says what was measured, `load(model, gpu, folder)` returns
+# Measurements, and `finish(profile, data, model, gpu, folder)` adds the errors of what the fit held out.
+FOLDERS = {"executor": "confsim.latency.fit.executor"}
 
 
 def measurements(source: str, model: ModelSpec, gpu: GpuSpec) -> Measurements:
@@ -23,7 +26,8 @@ def measurements(source: str, model: ModelSpec, gpu: GpuSpec) -> Measurements:
         InputError: for a source that does not exist, or lacks the model or the GPU.
     """
     if source not in SOURCES:
-        raise InputError(f"source={source}: no such source of measurements, use one of {', '.join(SOURCES)}")
+        known = ", ".join([*SOURCES, *FOLDERS])
+        raise InputError(f"source={source}: no such source of measurements, use one of {known}")
     load: Callable[[ModelSpec, GpuSpec], Measurements] = import_module(SOURCES[source]).load
     return load(model, gpu)
 
@@ -34,7 +38,22 @@ def fit_from(source: str, model: ModelSpec, gpu: GpuSpec) -> Profile:
     Raises:
         InputError: as `measurements`, or where scipy is missing.
     """
-    data = measurements(source, model, gpu)
+    return _fit(measurements(source, model, gpu), model, gpu)
+
+
+def fit_folder(source: str, folder: Path) -> tuple[Profile, ModelSpec, GpuSpec]:
+    """A profile of what was measured into a folder, and the model and GPU that it is for.
+
+    Raises:
+        InputError: where the folder does not hold it all, or scipy is missing.
+    """
+    module = import_module(FOLDERS[source])
+    model, gpu = module.specs(folder)
+    data: Measurements = module.load(model, gpu, folder)
+    return module.finish(_fit(data, model, gpu), data, model, gpu, folder), model, gpu
+
+
+def _fit(data: Measurements, model: ModelSpec, gpu: GpuSpec) -> Profile:
     try:
         from confsim.latency.fit.fit import fit
     except ImportError as error:
@@ -63,8 +82,13 @@ def command(cfg: Any) -> int:
     """Fit as `conf/fit.yaml` says, write the profile and say where; the exit code."""
     from hydra.utils import instantiate
 
-    model, gpu = instantiate(cfg.model), instantiate(cfg.gpu)
-    profile = fit_from(cfg.source, model, gpu)
+    if cfg.source in FOLDERS:
+        if cfg.profile is None:
+            raise InputError(f"source={cfg.source}: name the folder that `confsim profile` wrote, profile=FOLDER")
+        profile, model, gpu = fit_folder(cfg.source, Path(cfg.profile))
+    else:
+        model, gpu = instantiate(cfg.model), instantiate(cfg.gpu)
+        profile = fit_from(cfg.source, model, gpu)
     path = Path(cfg.output) if cfg.output else Path("profiles") / gpu.name / f"{model.name}.json"
     profile.save(path)
     if not cfg.quiet:

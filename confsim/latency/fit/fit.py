@@ -37,6 +37,14 @@ def layouts(model: ModelSpec) -> list[tuple[int, int]]:
     return allowed
 
 
+def _measured(data: Measurements, tp: int, sp: int) -> bool:
+    """Whether a layout can be fitted: kernels cover all, whole stages those that ran."""
+    if data.linear is None or data.gemm is not None:
+        return True
+    table = data.linear if sp == 1 or data.exchange is None else data.exchange
+    return bool(((table.tp == tp) & (table.sp == sp)).any())
+
+
 class _Kernels:
     """Stages from kernels, with what they share."""
 
@@ -66,12 +74,14 @@ def fit(data: Measurements, model: ModelSpec, gpu: GpuSpec) -> Profile:
     Raises:
         InputError: where a component has no measurements, or heads were not measured.
     """
-    allowed = layouts(model)
+    allowed = [pair for pair in layouts(model) if _measured(data, *pair)]
+    if not allowed:
+        raise InputError(f"these measurements cover no layout that model {model.name} can have")
     degrees = sorted({tp for tp, _ in allowed})
     kernels = None if data.linear is not None and data.head is not None else _Kernels(data, model, gpu)
     heads = {degree: _local(model, degree) for degree in sorted({tp * sp for tp, sp in allowed})}
     errors = _errors(data, kernels, model, gpu, list(heads.values()))
-    data, filled = _with_heads(data, list(heads.values()))
+    data, filled = _with_heads(data, [_local(model, tp) for tp in degrees], list(heads.values()))
     law = _law(data, model, gpu)
     return Profile(
         model={"name": model.name, **{key: asdict(model)[key] for key in MODEL_FIELDS}},
@@ -146,10 +156,12 @@ def _transfer(data: Measurements, kernels: _Kernels | None, model: ModelSpec, tp
     return stages.transfer_curve(model, tp, sp, kernels.all_to_all)
 
 
-def _with_heads(data: Measurements, heads: list[tuple[int, int]]) -> tuple[Measurements, dict[str, Any]]:
-    """Measurements with rows for every head count of the model, and which were interpolated."""
-    decode, decode_filled = attention.with_heads(data.decode, heads)
-    prefill, prefill_filled = attention.with_heads(data.prefill, heads)
+def _with_heads(
+    data: Measurements, decodes: list[tuple[int, int]], prefills: list[tuple[int, int]]
+) -> tuple[Measurements, dict[str, Any]]:
+    """Measurements with rows for every head count of each phase, and which were interpolated."""
+    decode, decode_filled = attention.with_heads(data.decode, decodes)
+    prefill, prefill_filled = attention.with_heads(data.prefill, prefills)
     filled = {"decode_attention": decode_filled, "prefill_attention": prefill_filled}
     return replace(data, decode=decode, prefill=prefill), {key: value for key, value in filled.items() if value}
 
@@ -210,25 +222,33 @@ def _provenance(
     }
 
 
+def _known(data: Measurements, heads: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """The model's head counts that were measured in both phases, or else in each of them."""
+    decode, prefill = attention.measured_heads(data.decode), attention.measured_heads(data.prefill)
+    if not decode & prefill:
+        return sorted(decode), sorted(prefill)
+    both = [pair for pair in heads if pair in decode & prefill] or [max(decode & prefill)]
+    return both, both
+
+
 def _errors(
     data: Measurements, kernels: _Kernels | None, model: ModelSpec, gpu: GpuSpec, heads: list[tuple[int, int]]
 ) -> dict[str, Any]:
     """Held-out error of each component beside how far replicates are apart; percent of the measured time."""
-    known = attention.measured_heads(data.decode) & attention.measured_heads(data.prefill)
     kv_heads = {kv for _, kv in heads}
-    heads = [pair for pair in heads if pair in known] or [max(known)]
+    decodes, prefills = _known(data, heads)
     errors: dict[str, Any] = {
         "decode_attention": {
-            "held_out": attention.decode_held_out(data.decode, heads),
-            "smoothing": attention.decode_in_sample(data.decode, heads),
+            "held_out": attention.decode_held_out(data.decode, decodes),
+            "smoothing": attention.decode_in_sample(data.decode, decodes),
             "head_interpolation": attention.heads_held_out(data.decode, kv_heads),
-            "replicates": attention.decode_noise(data.decode, heads),
+            "replicates": attention.decode_noise(data.decode, decodes),
         },
         "prefill_attention": {
-            "held_out": attention.prefill_held_out(data.prefill, heads),
-            "law": attention.law_held_out(data.prefill, model.head_dim, gpu.sms, heads),
+            "held_out": attention.prefill_held_out(data.prefill, prefills),
+            "law": attention.law_held_out(data.prefill, model.head_dim, gpu.sms, prefills),
             "head_interpolation": attention.heads_held_out(data.prefill, kv_heads),
-            "replicates": attention.prefill_noise(data.prefill, heads),
+            "replicates": attention.prefill_noise(data.prefill, prefills),
         },
     }
     if kernels is None or data.gemm is None:

@@ -1,0 +1,444 @@
+"""Source `executor`: whole stages as real ranks ran them, from the Parquet files that `confsim profile` wrote.
+
+Each cell (one plan) was measured once a round; its time is the median over rounds, and the medians of even and of odd
+rounds tell how far repeated measurements are apart. Cells in which both phases ran are held out of every table; the
+fitted profile predicts them as whole iterations.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from confsim.errors import InputError
+from confsim.latency.base import LatencyModel
+from confsim.latency.fit.measurements import (
+    CollectiveTable,
+    DecodeTable,
+    Floats,
+    Measurements,
+    PrefillTable,
+    StageTable,
+)
+from confsim.latency.fit.smooth import error_summary, monotone
+from confsim.latency.profile import Profile
+from confsim.parallel import kv_token_bytes
+from confsim.plan import DecodeBatch, IterationPlan, PrefillChunk
+from confsim.request import Request
+from confsim.schemes.cost import CoBatchCost, in_turn, overlapped
+from confsim.specs import GpuSpec, ModelSpec
+
+FORMAT = 1
+STAGES = ("linear_s", "prefill_attention_s", "decode_attention_s", "communication_s", "head_s", "transfer_s")
+TIMES = ("duration_s", *STAGES, "overhead_s")
+HELD_OUT = "mixed"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One plan on one layout: `seconds[name]` by round (positions of `rounds`), and the context of each round."""
+
+    part: str
+    kind: str
+    tp: int
+    sp: int
+    tokens: tuple[int, ...]
+    cached: tuple[int, ...]
+    last: bool
+    shard_tokens: int
+    sequences: int
+    context: Floats
+    rounds: Floats
+    seconds: Mapping[str, Floats]
+
+    def median(self, name: str) -> float:
+        """The median over rounds."""
+        return float(np.median(self.seconds[name]))
+
+    def halves(self, name: str) -> tuple[float, float]:
+        """The medians of even and of odd rounds."""
+        values, even = self.seconds[name], self.rounds % 2 == 0
+        return float(np.median(values[even])), float(np.median(values[~even]))
+
+    @property
+    def context_tokens(self) -> float:
+        """Total context of a group's decodes in the middle round."""
+        return float(np.median(self.context))
+
+
+@dataclass(frozen=True)
+class Raw:
+    """Everything in a profile's folder."""
+
+    head: Mapping[str, Any]  # of the first layout
+    heads: tuple[Mapping[str, Any], ...]
+    cells: tuple[Cell, ...]
+
+    def of(self, *parts: str) -> list[Cell]:
+        """Cells of some parts."""
+        return [cell for cell in self.cells if cell.part in parts]
+
+
+# Reading -------------------------------------------------------------------------------------------------------------
+
+
+def read(folder: Path) -> Raw:
+    """The layouts in a folder.
+
+    Raises:
+        InputError: where there is no profile in it, or two of different models or GPUs.
+    """
+    files = sorted(folder.glob("*/profile.json")) or sorted(folder.glob("profile.json"))
+    if not files:
+        raise InputError(f"profile={folder}: no profile.json below it, run `confsim profile output={folder}` first")
+    heads = [_head(file) for file in files]
+    for file, head in zip(files, heads, strict=True):
+        for key in ("model", "gpu"):
+            if head[key] != heads[0][key]:
+                raise InputError(f"{file}: measured another {key} than {files[0]}: keep one a folder")
+    cells = [cell for file in files for cell in _cells(file.parent)]
+    return Raw(heads[0], tuple(heads), tuple(cells))
+
+
+def _head(file: Path) -> dict[str, Any]:
+    try:
+        head = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InputError(f"{file}: cannot be read as JSON ({error}): measure again") from None
+    if not isinstance(head, dict) or head.get("kind") != "executor_profile" or head.get("format") != FORMAT:
+        raise InputError(f"{file}: is no executor profile of format {FORMAT}: measure again")
+    return head
+
+
+def _cells(folder: Path) -> list[Cell]:
+    files = sorted(folder.glob("round-*.parquet"))
+    if len(files) < 2:
+        raise InputError(f"{folder}: holds {len(files)} rounds, a fit needs 2 or more: run `confsim profile` again")
+    try:
+        rows = pa.concat_tables([pq.read_table(file) for file in files]).to_pylist()
+    except (OSError, pa.ArrowInvalid) as error:
+        raise InputError(f"{folder}: a round cannot be read ({error}): remove its file and measure again") from None
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_name.setdefault(row["cell"], []).append(row)
+    return [_cell(some) for some in by_name.values()]
+
+
+def _cell(rows: Sequence[Mapping[str, Any]]) -> Cell:
+    first = rows[0]
+    return Cell(
+        first["part"],
+        first["kind"],
+        first["tp"],
+        first["sp"],
+        tuple(first["tokens"]),
+        tuple(first["cached"]),
+        first["last"],
+        first["shard_tokens"],
+        first["sequences"],
+        np.array([row["context_tokens"] for row in rows], dtype=np.float64),
+        np.array([row["round"] for row in rows], dtype=np.float64),
+        {name: np.array([row[name] for row in rows], dtype=np.float64) for name in TIMES},
+    )
+
+
+def specs(folder: Path) -> tuple[ModelSpec, GpuSpec]:
+    """Model and GPU that a folder's profile was measured for."""
+    head = read(folder).head
+    return ModelSpec(**head["model"]), GpuSpec(**head["gpu"])
+
+
+# Tables --------------------------------------------------------------------------------------------------------------
+
+
+def load(model: ModelSpec, gpu: GpuSpec, folder: Path) -> Measurements:
+    """The tables of a profile's folder: whole stages.
+
+    Raises:
+        InputError: where the folder holds no profile, or lacks a component.
+    """
+    raw = read(folder)
+    prefill, decode = raw.of("prefill"), raw.of("decode")
+    if not prefill or not decode:
+        raise InputError(f"profile={folder}: holds no prefill or no decode cells, measure again")
+    layers = model.num_hidden_layers
+    overhead, sequence = _overheads(prefill + decode)
+    slowdowns = _slowdowns(raw)
+    return Measurements(
+        provenance=_provenance(raw, folder),
+        linear=_stage(_linear_points(prefill, decode), layers),
+        exchange=_stage([(c, c.shard_tokens, c.median("communication_s")) for c in _own(prefill) if c.sp > 1], layers),
+        head=_stage([(c, c.sequences, c.median("head_s")) for c in decode], 1),
+        transfer=_transfer(raw, model),
+        decode=_decode(decode, model),
+        prefill=_prefill(prefill, model),
+        iteration_overhead_s=overhead,
+        sequence_overhead_s=sequence,
+        prefill_slowdown=slowdowns[0],
+        decode_slowdown=slowdowns[1],
+    )
+
+
+Point = tuple[Cell, int, float]  # tokens, seconds of a pass
+
+
+def _own(prefill: list[Cell]) -> list[Cell]:
+    """Chunks without a cached prefix."""
+    return [cell for cell in prefill if not cell.cached[0]]
+
+
+def _linear_points(prefill: list[Cell], decode: list[Cell]) -> list[Point]:
+    chunks = [(cell, cell.shard_tokens, cell.median("linear_s")) for cell in prefill]
+    return chunks + [(cell, cell.sequences, cell.median("linear_s")) for cell in decode]
+
+
+def _stage(points: list[Point], layers: int) -> StageTable | None:
+    if not points:
+        return None
+    return StageTable(
+        tp=np.array([cell.tp for cell, _, _ in points]),
+        sp=np.array([cell.sp for cell, _, _ in points]),
+        tokens=np.array([tokens for _, tokens, _ in points]),
+        seconds=np.array([seconds for _, _, seconds in points]) / layers,
+    )
+
+
+def _transfer(raw: Raw, model: ModelSpec) -> CollectiveTable | None:
+    """What one GPU of the receiving group lacks, in bytes a layer."""
+    cells = [cell for cell in raw.of("transfer") if cell.sp > 1]
+    if not cells:
+        return None
+    size = []
+    for cell in cells:
+        local, shared = model.split_heads(cell.tp, cell.sp)
+        lacking = kv_token_bytes(local.kv_heads - shared.kv_heads, model.head_dim, 1, model.kv_itemsize)
+        size.append(cell.tokens[0] * lacking)
+    seconds = np.array([cell.median("transfer_s") for cell in cells]) / model.num_hidden_layers
+    return CollectiveTable(np.array([cell.sp for cell in cells]), np.array(size), np.maximum(seconds, 1e-12))
+
+
+def _decode(cells: list[Cell], model: ModelSpec) -> DecodeTable:
+    """On a grid of contexts: decodes grow while they are measured, so each row is read off at the grid's contexts."""
+    rows: list[tuple[int, int, int, int, float]] = []
+    for tp, sp in sorted({(cell.tp, _decode_degree(cell)) for cell in cells}):
+        split, _ = model.split_heads(tp * sp)
+        some = [cell for cell in cells if cell.tp == tp and _decode_degree(cell) == sp]
+        contexts = _common_contexts(some)
+        for sequences in sorted({cell.sequences for cell in some}):
+            own = sorted((c for c in some if c.sequences == sequences), key=lambda c: c.context_tokens)
+            x = np.array([cell.context_tokens / sequences for cell in own])
+            y = np.array([cell.median("decode_attention_s") for cell in own]) / model.num_hidden_layers
+            for context, seconds in zip(contexts[: len(x)], _read_off(x, y, contexts[: len(x)]), strict=True):
+                rows.append((split.q_heads, split.kv_heads, sequences, int(context), seconds))
+    q_heads, kv_heads, counts, context_each, times = (np.array(column) for column in zip(*rows, strict=True))
+    return DecodeTable(q_heads, kv_heads, counts, context_each, times, np.zeros(len(rows), dtype=np.int64))
+
+
+def _decode_degree(cell: Cell) -> int:
+    """Groups that share the heads of a decode: all of them where decodes are spread."""
+    return cell.sp if cell.kind == "sp" else 1
+
+
+def _common_contexts(cells: list[Cell]) -> Floats:
+    """Contexts of the fewest decodes, which were measured at every level."""
+    least = min(cell.sequences for cell in cells)
+    return np.array(sorted(round(c.context_tokens / least) for c in cells if c.sequences == least), dtype=np.float64)
+
+
+def _read_off(x: Floats, y: Floats, at: Floats) -> list[float]:
+    """Piecewise linear through the points, along the nearest piece outside them; never below half the least point."""
+    if len(x) < 2:
+        return [float(y[0])] * len(at)
+    piece = np.clip(np.searchsorted(x, at) - 1, 0, len(x) - 2)
+    slope = (y[piece + 1] - y[piece]) / (x[piece + 1] - x[piece])
+    found: list[float] = np.maximum(y[piece] + slope * (at - x[piece]), y.min() / 2.0).tolist()
+    return found
+
+
+def _prefill(cells: list[Cell], model: ModelSpec) -> PrefillTable:
+    """Chunks of one prompt; what ranks wait for each other beyond the exchange of the chunk alone counts as attention.
+
+    Waiting shows in the communication stage; behind a prefix the exchange is no larger, so more of it is skew.
+    """
+    rows: list[tuple[int, int, int, int, float]] = []
+    exchange = {(c.tp, c.sp, c.tokens): c.median("communication_s") for c in _own(cells)}
+    for cell in cells:
+        split, _ = model.split_heads(cell.tp * cell.sp)
+        seconds = cell.median("prefill_attention_s")
+        if cell.cached[0]:
+            alone = exchange.get((cell.tp, cell.sp, cell.tokens), np.inf)
+            seconds += max(0.0, cell.median("communication_s") - alone)
+        rows.append((split.q_heads, split.kv_heads, cell.tokens[0], cell.cached[0], seconds / model.num_hidden_layers))
+    q_heads, kv_heads, tokens, cached, times = (np.array(column) for column in zip(*rows, strict=True))
+    return PrefillTable(q_heads, kv_heads, tokens, cached, times, np.zeros(len(rows), dtype=np.int64))
+
+
+def _overheads(cells: list[Cell]) -> tuple[float, float]:
+    """Host seconds of an iteration and of a sequence, by least squares over the cells' medians; none negative."""
+    sequences = np.array([cell.sequences * cell.sp + len(cell.tokens) for cell in cells], dtype=np.float64)
+    seconds = np.array([cell.median("overhead_s") for cell in cells])
+    slope, constant = np.polyfit(sequences, seconds, 1)
+    if slope <= 0.0:
+        return float(seconds.mean()), 0.0
+    return max(float(constant), 0.0), float(slope)
+
+
+def _slowdowns(raw: Raw) -> tuple[float, float]:
+    """How much longer each attention path takes beside the other; 1 where paths run in turn, as then nothing slows."""
+    pairs = raw.of("pair")
+    if not pairs:
+        return 1.0, 1.0
+    alone_prefill = {(c.sp, c.tokens, c.cached): c.median("prefill_attention_s") for c in raw.of("prefill")}
+    decodes = raw.of("decode")
+    prefill, decode = [], []
+    for cell in pairs:
+        if (cell.sp, cell.tokens, cell.cached) in alone_prefill:
+            alone_s = alone_prefill[cell.sp, cell.tokens, cell.cached]
+            prefill.append(cell.median("prefill_attention_s") / alone_s)
+        near = [c for c in decodes if c.sp == cell.sp and c.sequences == cell.sequences]
+        if near:
+            same = min(near, key=lambda c: abs(c.context_tokens - cell.context_tokens))
+            decode.append(cell.median("decode_attention_s") / same.median("decode_attention_s"))
+    return max(1.0, float(np.median(prefill or [1.0]))), max(1.0, float(np.median(decode or [1.0])))
+
+
+def _provenance(raw: Raw, folder: Path) -> dict[str, Any]:
+    return {
+        "source": "executor",
+        "folder": folder.name,
+        "layouts": [head["layout"] for head in raw.heads],
+        "device": raw.head["device"],
+        "ranks": raw.head.get("ranks", []),
+        "cells": len(raw.cells),
+        "rounds": int(max(len(cell.rounds) for cell in raw.cells)),
+        "overlap": raw.head["device"].get("overlap", "turn"),
+    }
+
+
+# Errors --------------------------------------------------------------------------------------------------------------
+
+
+def finish(profile: Profile, data: Measurements, model: ModelSpec, gpu: GpuSpec, folder: Path) -> Profile:
+    """The profile with errors of whole stages, each size predicted from the others, and of mixed iterations.
+
+    `replicates` compares the medians of even and odd rounds: the noise floor of a median. `single` compares single
+    iterations with their cell's median.
+    """
+    raw = read(folder)
+    errors = {
+        **profile.errors,
+        **{name: kinds for name, kinds in _stage_errors(data, raw).items() if kinds["held_out"]["rows"]},
+        "pure_iterations": _iteration_errors(profile, raw.of("prefill", "decode"), model, gpu, raw),
+        "mixed_iterations": _iteration_errors(profile, raw.of(HELD_OUT), model, gpu, raw),
+    }
+    for name, stage, part in (
+        ("decode_attention", "decode_attention_s", "decode"),
+        ("prefill_attention", "prefill_attention_s", "prefill"),
+    ):
+        errors[name] = {**errors[name], "replicates": _noise(raw.of(part), stage)}
+    return replace(profile, errors=errors)
+
+
+def _stage_errors(data: Measurements, raw: Raw) -> dict[str, dict[str, Any]]:
+    tables = {"linear": data.linear, "exchange": data.exchange, "head": data.head}
+    stages = {"linear": "linear_s", "exchange": "communication_s", "head": "head_s", "transfer": "transfer_s"}
+    parts = {"linear": ("prefill", "decode"), "exchange": ("prefill",), "head": ("decode",), "transfer": ("transfer",)}
+    points = {
+        name: (table.tp * 1000 + table.sp if name == "exchange" else table.tp, table.tokens, table.seconds)
+        for name, table in tables.items()
+        if table is not None
+    }
+    if data.transfer is not None:
+        points["transfer"] = (data.transfer.degree, data.transfer.bytes, data.transfer.seconds)
+    return {
+        name: {"held_out": leave_one_out(*columns), "replicates": _noise(raw.of(*parts[name]), stages[name])}
+        for name, columns in points.items()
+    }
+
+
+def leave_one_out(layout: Any, size: Any, seconds: Floats) -> dict[str, Any]:
+    """Every inner size predicted from the other sizes of its layout."""
+    predicted, measured = [], []
+    for one in np.unique(layout):
+        own = layout == one
+        x, y = size[own].astype(np.float64), seconds[own]
+        for value in np.unique(x)[1:-1]:
+            rest = x != value
+            where, times = monotone(x[rest], y[rest])
+            predicted.append(np.full(int((~rest).sum()), np.interp(value, where, times)))
+            measured.append(y[~rest])
+    if not measured:
+        return error_summary(np.zeros(0), np.zeros(0))
+    return error_summary(np.concatenate(predicted), np.concatenate(measured))
+
+
+def _noise(cells: list[Cell], name: str) -> dict[str, Any]:
+    """Medians of even rounds against those of odd ones."""
+    pairs = [cell.halves(name) for cell in cells if cell.median(name) > 0.0]
+    if not pairs:
+        return error_summary(np.zeros(0), np.zeros(0))
+    first, second = np.array(pairs).T
+    return error_summary(first, second)
+
+
+def _iteration_errors(
+    profile: Profile, cells: list[Cell], model: ModelSpec, gpu: GpuSpec, raw: Raw
+) -> dict[str, dict[str, Any]]:
+    """Whole iterations of `cells` as the profile predicts them."""
+    cells = [cell for cell in cells if cell.kind != "mux"]
+    predict = _predictor(profile, model, gpu, raw)
+    predicted = np.array([predict(cell) for cell in cells])
+    measured = np.array([cell.median("duration_s") for cell in cells])
+    single = [np.abs(cell.seconds["duration_s"] / cell.median("duration_s") - 1.0) + 1.0 for cell in cells]
+    spread = np.concatenate(single) if single else np.zeros(0)
+    return {
+        "held_out": error_summary(predicted, measured),
+        "replicates": _noise(cells, "duration_s"),
+        "single": error_summary(spread, np.ones(len(spread))),
+    }
+
+
+def _predictor(profile: Profile, model: ModelSpec, gpu: GpuSpec, raw: Raw) -> Callable[[Cell], float]:
+    overlap = raw.head["device"].get("overlap", "turn")
+    compiled: dict[tuple[int, int], LatencyModel] = {}
+
+    def latency(tp: int, sp: int) -> LatencyModel:
+        if (tp, sp) not in compiled:
+            compiled[tp, sp] = profile.compile(model, gpu, tp, sp)
+        return compiled[tp, sp]
+
+    def seconds(cell: Cell) -> float:
+        spread = cell.kind == "sp"
+        stage = in_turn if overlap == "turn" or cell.kind != "xp" else overlapped
+        cost = CoBatchCost(
+            latency(cell.tp, cell.sp),
+            stage,
+            async_schedule=False,
+            spread=latency(cell.tp * cell.sp, 1) if spread else None,
+            joint_exchange=spread,
+        )
+        return cost.timing(_plan(cell)).duration_s
+
+    return seconds
+
+
+def _plan(cell: Cell) -> IterationPlan:
+    """The plan that a cell ran."""
+    chunks = []
+    for number, (tokens, cached) in enumerate(zip(cell.tokens, cell.cached, strict=True)):
+        request = Request(number, 0.0, cached + tokens)
+        share, rest = divmod(tokens, cell.sp)
+        shards = tuple(share + ((group + number) % cell.sp < rest) for group in range(cell.sp))
+        chunks.append(PrefillChunk(request, cached, shards, cell.last, 0 if cell.last else -1))
+    context = round(cell.context_tokens)
+    groups = 1 if cell.kind == "sp" else cell.sp
+    each = cell.sp // groups
+    batches = tuple(DecodeBatch(group, cell.sequences * each, context * each) for group in range(groups))
+    return IterationPlan(tuple(chunks), batches)

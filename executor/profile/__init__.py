@@ -1,0 +1,1 @@
+"""Measuring what the latency model needs, on the ranks that will serve."""
