@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from analysis.report.figures import COLOURS, DASHES, Figure, numbers
 from analysis.sweep.report.view import SEED, Row, groups, is_numeric, label, shown
@@ -39,8 +39,12 @@ def layout(x: str, y: str, height: int = 400, **more: Any) -> dict[str, Any]:
     return base
 
 
+def _is_share(metric: str) -> bool:
+    return metric.split(".")[-1] in SHARES
+
+
 def _format(metric: str) -> dict[str, Any]:
-    return {"tickformat": ".0%"} if metric.split(".")[-1] in SHARES or metric in SHARES else {}
+    return {"tickformat": ".0%"} if _is_share(metric) else {}
 
 
 def curves(rows: Sequence[Row], metric: str, x: str, by: str | None, others: Sequence[str]) -> Figure | None:
@@ -55,14 +59,17 @@ def curves(rows: Sequence[Row], metric: str, x: str, by: str | None, others: Seq
     first = 1 if by else 0
     colour = _cycled((key[:first] for key in lines), COLOURS)
     dash = _cycled((key[first:] for key in lines), DASHES)
+    numeric = is_numeric(row.get(x) for row in rows)
     data: list[dict[str, Any]] = []
     for key, own in list(lines.items())[:MOST_LINES]:
         look = {"color": colour[key[:first]], "dash": dash[key[first:]], "width": 2.5}
-        data += _line(own, metric, x, label(keys, key) or metric, look)
-    numeric = is_numeric(row.get(x) for row in rows)
+        points = _points(own, metric, x)
+        name = label(keys, key) or metric
+        data += _line(points, x, name, look) if numeric else [_bars(points, x, name, look["color"])]
     kind = {"type": "linear", "rangemode": "tozero"} if numeric else {"type": "category"}
-    figure = layout(axis_title(x), axis_title(metric), xaxis=kind, yaxis=_format(metric))
-    return {"data": data, "layout": {**figure, "showlegend": len(lines) > 1}}
+    shares = {"range": [0, 1.04]} if _is_share(metric) else {}
+    figure = layout(axis_title(x), axis_title(metric), xaxis=kind, yaxis={**_format(metric), **shares})
+    return {"data": data, "layout": {**figure, "showlegend": len(lines) > 1, "barmode": "group"}}
 
 
 def _cycled(values: Iterable[tuple[Any, ...]], looks: Sequence[str]) -> dict[tuple[Any, ...], str]:
@@ -70,33 +77,70 @@ def _cycled(values: Iterable[tuple[Any, ...]], looks: Sequence[str]) -> dict[tup
     return {value: looks[number % len(looks)] for number, value in enumerate(dict.fromkeys(values))}
 
 
-def _line(rows: Sequence[Row], metric: str, x: str, name: str, look: dict[str, Any]) -> list[dict[str, Any]]:
+class Point(NamedTuple):
+    """Where on the axis, and the runs there: over seeds."""
+
+    at: Any
+    median: float
+    low: float
+    high: float
+    runs: int
+
+    @property
+    def about(self) -> str:
+        """The range in words."""
+        return f"{self.low:.4g} to {self.high:.4g}, {self.runs} runs"
+
+
+def _points(rows: Sequence[Row], metric: str, x: str) -> list[Point]:
     points = []
     for (at,), own in groups(rows, [x]).items():
         values = [float(row[metric]) for row in own if row.get(metric) is not None]
         if values:
-            points.append((at, statistics.median(values), min(values), max(values), len(values)))
-    if is_numeric(point[0] for point in points):
-        points.sort(key=lambda point: point[0])
-    xs = [point[0] if isinstance(point[0], (int, float)) else shown(point[0]) for point in points]
+            points.append(Point(at, statistics.median(values), min(values), max(values), len(values)))
+    return sorted(points, key=lambda point: point.at) if is_numeric(point.at for point in points) else points
+
+
+def _bars(points: Sequence[Point], x: str, name: str, colour: str) -> dict[str, Any]:
+    error = {
+        "type": "data",
+        "symmetric": False,
+        "array": numbers(point.high - point.median for point in points),
+        "arrayminus": numbers(point.median - point.low for point in points),
+        "visible": any(point.low < point.high for point in points),
+    }
+    return {
+        "type": "bar",
+        "name": name,
+        "x": [shown(point.at) for point in points],
+        "y": numbers(point.median for point in points),
+        "error_y": error,
+        "marker": {"color": colour},
+        "customdata": [[point.about] for point in points],
+        "hovertemplate": f"{x} %{{x}}: %{{y}} (%{{customdata[0]}})<extra>%{{fullData.name}}</extra>",
+    }
+
+
+def _line(points: Sequence[Point], x: str, name: str, look: dict[str, Any]) -> list[dict[str, Any]]:
+    xs = [point.at for point in points]
     line = {
         "type": "scatter",
         "mode": "lines+markers",
         "name": name,
         "legendgroup": name,
         "x": xs,
-        "y": numbers(point[1] for point in points),
+        "y": numbers(point.median for point in points),
         "line": look,
         "marker": {"size": 7},
-        "customdata": [[f"{low:.4g} to {high:.4g}, {count} runs"] for _, _, low, high, count in points],
+        "customdata": [[point.about] for point in points],
         "hovertemplate": f"{x} %{{x}}: %{{y}} (%{{customdata[0]}})<extra>%{{fullData.name}}</extra>",
     }
-    if all(low == high for _, _, low, high, _ in points):
+    if all(point.low == point.high for point in points):
         return [line]
     edge = {"type": "scatter", "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "legendgroup": name}
     shade = _shade(look["color"])
-    low = {**edge, "name": f"{name}, lowest", "x": xs, "y": numbers(p[2] for p in points), "showlegend": False}
-    high = {**edge, "name": f"{name}, range", "x": xs, "y": numbers(p[3] for p in points), "showlegend": False}
+    low = {**edge, "name": f"{name}, lowest", "x": xs, "y": numbers(p.low for p in points), "showlegend": False}
+    high = {**edge, "name": f"{name}, range", "x": xs, "y": numbers(p.high for p in points), "showlegend": False}
     return [low, {**high, "fill": "tonexty", "fillcolor": shade}, line]
 
 
@@ -105,8 +149,8 @@ def _shade(colour: str) -> str:
     return f"rgba({red},{green},{blue},0.18)"
 
 
-def heat_map(rows: Sequence[Row], metric: str, x: str, y: str) -> Figure | None:
-    """The median of a metric by two keys; None where there is none."""
+def heat_map(rows: Sequence[Row], metric: str, x: str, y: str, highest: float | None = None) -> Figure | None:
+    """The median of a metric by two keys; None where there is none. Colours end at `highest`, shares at 100%."""
     cells = {
         key: statistics.median(values)
         for key, own in groups(rows, [x, y]).items()
@@ -116,8 +160,9 @@ def heat_map(rows: Sequence[Row], metric: str, x: str, y: str) -> Figure | None:
         return None
     xs, ys = _ordered(key[0] for key in cells), _ordered(key[1] for key in cells)
     z = [numbers(cells.get((a, b)) for a in xs) for b in ys]
-    percent = bool(_format(metric))
+    percent = _is_share(metric)
     text = [["" if v is None else f"{v:.0%}" if percent else f"{v:.3g}" for v in row] for row in z]
+    top = 1.0 if percent else highest if highest else max(cells.values())
     data = {
         "type": "heatmap",
         "x": [shown(value) for value in xs],
@@ -126,6 +171,8 @@ def heat_map(rows: Sequence[Row], metric: str, x: str, y: str) -> Figure | None:
         "text": text,
         "texttemplate": "%{text}",
         "colorscale": "Viridis",
+        "zmin": 0,
+        "zmax": float(f"{top:.5g}"),
         "colorbar": {"title": {"text": axis_title(metric)}, **_format(metric)},
         "hovertemplate": f"{x} %{{x}}, {y} %{{y}}: %{{text}}<extra></extra>",
     }

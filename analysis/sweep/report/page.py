@@ -126,14 +126,15 @@ def _warnings(page: Page, view: View) -> None:
     else:
         found = tuple(Goodput(names[key], view.folders[0], dict(content)) for key, content in view.contents.items())
         results = Results(found, ())
-    lines: dict[str, list[str]] = {line: [] for line in mismatches(results)}
+    lines: dict[str, tuple[str, list[str]]] = {line: (line, []) for line in mismatches(results)}
     for row in view.rows:
         for line in filter(None, (row.get("warnings") or "").split("; ")):
             if not line.startswith("the trace is synthetic"):
-                lines.setdefault(line, []).append(_name(view, row))
+                alike = re.sub(r"\d[\d.,]*", "#", line)  # the same warning with other numbers
+                lines.setdefault(alike, (line, []))[1].append(_name(view, row))
     if not lines:
         return
-    items = [f"<li>{_where(where)}{escape(line)}</li>" for line, where in list(lines.items())[:20]]
+    items = [f"<li>{_where(where)}{escape(line)}</li>" for line, where in list(lines.values())[:20]]
     if len(lines) > 20:
         items.append(f"<li>and {len(lines) - 20} more, in results.parquet</li>")
     page.add(f'<section class="warnings"><h2>Warnings</h2><ul>{"".join(items)}</ul></section>')
@@ -143,8 +144,8 @@ def _where(names: Sequence[str]) -> str:
     if not names:
         return ""
     distinct = list(dict.fromkeys(names))
-    more = f" and {len(distinct) - 2} more" if len(distinct) > 2 else ""
-    return f"<b>{escape('; '.join(distinct[:2]) + more)}</b>: "
+    more = f" and {len(distinct) - 1} more runs, with other numbers" if len(distinct) > 1 else ""
+    return f"<b>{escape(distinct[0] + more)}</b>: "
 
 
 def _name(view: View, row: Row) -> str:
@@ -216,6 +217,7 @@ def _heat_maps(out: Figures, view: View, best: Sequence[Row], choice: Choice) ->
     for metric in _metrics(view, best, choice):
         rows = _series(view, best, metric)
         free = _free(view, metric)
+        highest = max((float(row[metric]) for row in rows if row.get(metric) is not None), default=None)
         for pair in list(combinations(free, 2))[:MOST_PAIRS]:
             x, y = (pair[1], pair[0]) if pair[1] == RATE or not is_numeric(view.axes[pair[0]]) else pair
             others = [axis for axis in free if axis not in pair]
@@ -228,7 +230,8 @@ def _heat_maps(out: Figures, view: View, best: Sequence[Row], choice: Choice) ->
             out.page.add('<div class="pair">')
             for values, own in facets:
                 within = f" ({label(others, values)})" if values else ""
-                out.add(f"{metric} by {x} and {y}{within}", draw.heat_map(own, metric, x, y), f"{metric}{within}")
+                figure = draw.heat_map(own, metric, x, y, highest)
+                out.add(f"{metric} by {x} and {y}{within}", figure, f"{metric}{within}")
             out.page.add("</div>")
 
 
@@ -239,10 +242,10 @@ def _pareto(out: Figures, view: View, best: Sequence[Row], choice: Choice) -> No
     by = choice.by or ("scheme" if "scheme" in free else None)
     figures = []
     for x, less, what in (
-        ("slo.tbt_s", True, "a strict TBT limit"),
-        ("slo.ttft_s", True, "a strict TTFT limit"),
-        (GPUS, True, "few GPUs"),
-        ("ttft_s.p95", True, "a short P95 TTFT at the goodput"),
+        ("slo.tbt_s", True, "the TBT limit"),
+        ("slo.ttft_s", True, "the TTFT limit"),
+        (GPUS, True, "the number of GPUs"),
+        ("ttft_s.p95", True, "P95 TTFT at the goodput"),
     ):
         if x in free or x in (GPUS, "ttft_s.p95"):
             figures.append((x, what, draw.pareto(best, x, less, by, free)))
