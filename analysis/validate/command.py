@@ -12,12 +12,13 @@ SOURCES = {"silicon": "analysis.validate.silicon", "executor": "analysis.validat
 
 
 def command(cfg: DictConfig) -> int | None:
-    """Validate against `cfg.source`.
+    """Validate against `cfg.source`; without one, against our own executor where `executor=...` is given.
 
     Raises:
         InputError: for a source that there is not, and for a user's mistake.
     """
-    if cfg.source not in SOURCES:
-        raise InputError(f"source={cfg.source}: unknown, use one of {', '.join(SOURCES)}")
-    code: int | None = import_module(SOURCES[cfg.source]).command(cfg)
+    source = cfg.source or ("silicon" if cfg.get("executor") is None else "executor")
+    if source not in SOURCES:
+        raise InputError(f"source={source}: unknown, use one of {', '.join(SOURCES)}")
+    code: int | None = import_module(SOURCES[source]).command(cfg)
     return code

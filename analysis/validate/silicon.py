@@ -185,14 +185,9 @@ def summarise(result: Validation, sample: Sample, config: dict[str, Any]) -> dic
         "provenance": {
             **provenance(config, 0),
             "sample": {"source": sample.source, "rows": sample.total},
-            "profiles": {family.name: _profile_hash(family) for family in families},
+            "profiles": {family.name: bench(family.name).kernels.profile_hash for family in families},
         },
     }  # fmt: skip
-
-
-def _profile_hash(family: Family) -> str:
-    used = bench(family.name)
-    return str(used.source.describe(used.model, used.gpu)["profile_hash"])
 
 
 def _warnings(result: Validation) -> list[str]:

@@ -73,6 +73,7 @@ class Family:
     engine: str
     estimator: tuple[float, float]
     constants_of: str = ""
+    kv_cache_dtype: str | None = None  # None: as the model of that name
 
     def split(self, row: Measured) -> str:
         """`fit`, `held_out` or `kv_limited`."""
@@ -93,11 +94,11 @@ FAMILIES = (
     ),
     Family(
         "llama_h100", Selector(_LLAMA, "h100_sxm", "vllm", "", "fp8"), "llama3_1_70b_fp8", "h100_sxm", "vllm fp8",
-        (0.051, 0.493),
+        (0.051, 0.493), kv_cache_dtype="bfloat16",
     ),
     Family(
         "llama_h200", Selector(_LLAMA, "h200_sxm", "vllm", "", "fp8"), "llama3_1_70b_fp8", "h200_sxm", "vllm fp8",
-        (0.047, 0.376), constants_of="llama_h100",
+        (0.047, 0.376), constants_of="llama_h100", kv_cache_dtype="bfloat16",
     ),
 )  # fmt: skip
 
