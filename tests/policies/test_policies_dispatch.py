@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +16,10 @@ from confsim.request import Request
 from confsim.schemes.cost import CoBatchCost, DecodeLoad, overlapped
 from confsim.schemes.fill import Fill, Guess, Limits
 
-decodes = st.lists(st.integers(0, 60), min_size=1, max_size=8)
+decodes = st.one_of(
+    st.lists(st.integers(0, 60), min_size=1, max_size=8), st.lists(st.integers(0, 3), min_size=2, max_size=5)
+)
+token_counts = st.one_of(st.integers(1, 300), st.integers(1, 12))
 
 
 def test_worked_example_of_the_paper() -> None:
@@ -41,7 +46,7 @@ def naive_level(decode: list[int], tokens: int) -> int:
 
 
 @settings(max_examples=300, derandomize=True, deadline=None)
-@given(decodes, st.integers(1, 300))
+@given(decodes, token_counts)
 def test_waterfill_levels(decode: list[int], tokens: int) -> None:
     fill = Waterfill(decode)
     shares = fill.spread(tokens)
@@ -121,3 +126,18 @@ def test_conflux_always_uses_waterfill() -> None:
         assert len(mixed) == 1
         stacked = [a + b for a, b in zip(mixed[0]["prefill_per_group"], mixed[0]["decode_per_group"], strict=True)]
         assert sorted(stacked) == [25, 25, 26, 26]
+
+
+def test_waterfill_small_loads_exhaustively() -> None:
+    """Every load of up to 4 groups and 3 decodes, every number of tokens up to 14."""
+    for groups in range(1, 5):
+        for decode in product(range(4), repeat=groups):
+            fill = Waterfill(decode)
+            for tokens in range(1, 15):
+                shares = fill.spread(tokens)
+                assert min(shares) >= 0 and sum(shares) == tokens, (decode, tokens, shares)
+                stacked = [d + s for d, s in zip(decode, shares, strict=True)]
+                level = naive_level(list(decode), tokens)
+                assert max(s for s, share in zip(stacked, shares, strict=True) if share) == level
+                assert min(stacked) >= level - 1
+                assert fill.peak(tokens) == (max(stacked), max(shares)), (decode, tokens)
