@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ def profile(
     """
     began = time.perf_counter()
     grid = grid.filled(executor)
-    plan = make_plan(grid, executor.layout, executor.device.overlap not in ("turn", "threads"))
+    plan = make_plan(grid, executor.layout, executor.device.overlap != "turn")
     executor = replace(executor, kv=replace(executor.kv, capacity_tokens=plan.capacity_tokens))
     store = Store(Path(), executor, gpu, grid)
     layout = executor.layout
