@@ -46,7 +46,7 @@ def section(settings: Settings, results: Results) -> Section:
     page.text(
         f"Qwen3-14B on 4 H100. {DECODES} decodes of 8K context run on each GPU ({4 * DECODES} in all, each replaced "
         f"when it ends); {PREFILLS} prompts of one length come one after the other. Prefills per second; `*` marks a "
-        "decode that had to wait longer than the TBT, a dash a scheme without KV for this load."
+        "decode that had to wait longer than the TBT, a dash a scheme that cannot serve this load."
     )
     for tbt_s in TBTS_S:
         rows = {name: [results[_key(name, tbt_s, prompt)] for prompt in PROMPTS] for name in registered(PLAIN)}

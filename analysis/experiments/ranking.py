@@ -38,7 +38,7 @@ MEANING = {
     "max gap": "The SLO of the headline: TTFT 2 s, largest gap 100 ms, for 95% of the requests.",
     "deadline": "Token i is due at arrival + 2 s + i * 100 ms: an early first token lends its slack to later gaps.",
     "noise": "Times vary around their predictions by the held-out error of the latency profile; every planner may keep "
-    "a margin of 0, 5, 10 or 20% to the TBT, the best is taken.",
+    "a margin of 0, 10, 20 or 30% to the TBT, the best is taken.",
     "exposed overhead": "Nobody hides host work behind the GPU: all pay the same overhead for the same batch.",
     "SLO halved": "TTFT 1 s, largest gap 50 ms.",
     "SLO doubled": "TTFT 4 s, largest gap 200 ms.",

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from analysis.cases import MARGINS, SchemeCase, scheme_cases
+from analysis.cases import SchemeCase, scheme_cases
 from analysis.compare import latency_error
 from analysis.experiments.base import Cell
 from analysis.goodput import Probe, Search, SearchSettings, Task, search
@@ -27,7 +27,7 @@ KEPT = ("prefill_s", "prefills_per_s", "iterations", "max_gap_s", "tbt_met", "br
 KEPT += ("linear_stage_s", "iteration_s", "groups", "tokens_per_group", "preemptions", "warnings")
 STATISTICS = ("ttft_s", "gap_s", "tpot_s")
 MIN_RATE, MAX_RATE = 0.05, 1000.0  # req/s; a goodput below the first counts as 0
-NOISY_MARGINS = MARGINS[1:]  # tried besides what is best without noise
+NOISY_MARGINS = (0.3, 0.2, 0.1, 0.0)  # of slo.margin, the likeliest first: the others then cost a probe each
 
 
 def compute(cell: Cell) -> dict[str, Any]:
@@ -155,7 +155,8 @@ class _Condition:
         self.noisy = "noise" in overrides
         own = [f"++per_scheme.{lane.scheme}.{key}={value}" for key, value in lane.options.items()]
         words = [*lane.trace, f"schemes=[{lane.scheme}]", *own, *lane.overrides]
-        words += [word for word in overrides if word != "noise"]
+        keys = api.compose([f"scheme={lane.scheme}"]).scheme
+        words += [word for word in overrides if word != "noise" and _applies(word, keys)]
         self.case = self._case(words)
         self.trace = lane.replayed(bool(self.case.configs[0]["kv"]["prefix_cache"]))
         self._simulations: dict[int, Any] = {}
@@ -171,14 +172,14 @@ class _Condition:
         return replace(case, candidates=tuple(p[0] for p in pairs), configs=tuple(p[1] for p in pairs))
 
     def _with_noise(self, pairs: list[Any]) -> list[Any]:
-        """All candidates with noise, and the best of them with margins as well."""
+        """All candidates with noise, the best of them with several margins."""
         summary = _build(pairs[0][1], self.lane.replayed(False), self.compiled)
         described = summary.latency.describe(summary.model, summary.gpu)
         error = latency_error({"provenance": {"latency": described}})
         noisy = [(values, _with(config, "latency", noise=error)) for values, config in pairs]
         values, config = noisy[0]
         wider = [({**values, "slo.margin": m}, _with(config, "slo", margin=m)) for m in NOISY_MARGINS]
-        return [noisy[0], *wider, *noisy[1:]]
+        return [*wider, *noisy[1:]]
 
     def result(self) -> dict[str, Any]:
         """Goodput, what was chosen for it, why requests miss above it, and attainment without load."""
@@ -194,7 +195,6 @@ class _Condition:
             "structural": curve.goodput == 0 and zero < target,
             "missed_by": curve[failure].missed_by if failure is not None else {},
             "monotone": not curve.passes_above_failure,
-            "first": found.candidates[0].curve.goodput,
             "probes": sum(len(candidate.curve) for candidate in found.candidates),
         }
         if self.base is None and curve.goodput:
@@ -204,7 +204,7 @@ class _Condition:
     def _search(self) -> Search:
         start = self.base["goodput"] if self.base is not None and self.base["goodput"] else 2.0
         step = 1.25 if self.base is not None and self.base["goodput"] else 2.0
-        settings = SearchSettings(self.lane.tolerance, MIN_RATE, MAX_RATE, start, step=step)
+        settings = SearchSettings(self.lane.tolerance, MIN_RATE, MAX_RATE, start, probes_per_round=1, step=step)
         return search(self._probe, settings, self.case.candidates)
 
     def _simulation(self, candidate: int) -> Any:
@@ -234,6 +234,12 @@ class _Condition:
         out = {key: {name: (summary[key] or {}).get(name) for name in ("p50", "p95", "p99")} for key in STATISTICS}
         mean_tpot = (summary["tpot_s"] or {}).get("mean")
         return {**out, "tpot_mean_s": mean_tpot, "utilisation": summary["utilisation"]}
+
+
+def _applies(word: str, keys: Any) -> bool:
+    """Whether a scheme has the option that an override is about; one that does not is not asked."""
+    key = word.partition("=")[0]
+    return not key.startswith("scheme.") or key.removeprefix("scheme.") in keys
 
 
 def _build(config: dict[str, Any], trace: Trace, compiled: dict[Any, Any]) -> Any:
