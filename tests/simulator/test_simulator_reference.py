@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import pytest
@@ -118,5 +119,21 @@ def test_tables_do_not_depend_on_the_path(scheme: str) -> None:
         for name in planned.column_names:
             want, got = planned[name].to_pylist(), ahead[name].to_pylist()
             assert got == (pytest.approx(want, rel=1e-6, abs=1e-9) if name.endswith("_s") else want), name
+
+    check()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_noise_does_not_depend_on_the_path(scheme: str) -> None:
+    """Every iteration takes the next draw of one stream, whether it was planned or ran ahead."""
+
+    @SETTINGS
+    @given(st.integers(0, 2**32))
+    def check(seed: int) -> None:
+        case = random_case(seed, scheme, "fcfs", False)
+        case = dataclasses.replace(case, latency=dataclasses.replace(case.latency, noise=0.1))
+        planned = case.run(backend=RecordingBackendConfig()).iterations
+        ahead = case.run().iterations
+        assert ahead["end_s"].to_pylist() == pytest.approx(planned["end_s"].to_pylist(), rel=1e-9)
 
     check()
