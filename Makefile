@@ -1,4 +1,6 @@
 # make goodput  the main job on a synthetic trace: goodput of two schemes, a table and an HTML report
+# make experiments       the controlled experiments: docs/experiments.md and its figures (may be interrupted)
+# make experiments-full  the same on whole traces, under every condition, without a time limit
 # make test     the whole test suite         (ARGS="tests/analysis -k report" for a part of it)
 # make lint     ruff and mypy
 # make bench    the speed benchmarks
@@ -10,10 +12,16 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 py
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 ARGS ?=
 
-.PHONY: goodput test lint bench clean
+.PHONY: goodput experiments experiments-full test lint bench clean
 
 goodput: $(VENV)/.base
 	$(VENV)/bin/confsim goodput $(ARGS)
+
+experiments: $(VENV)/.base
+	$(VENV)/bin/confsim experiments $(ARGS)
+
+experiments-full: $(VENV)/.base
+	$(VENV)/bin/confsim experiments requests=null full=true page=docs/experiments-full.md $(ARGS)
 
 test: $(VENV)/.test
 	$(VENV)/bin/python -m pytest -n 2 --dist worksteal $(ARGS)

@@ -61,6 +61,12 @@ SUBCOMMANDS = (
         "analysis.commands.scenario:command",
     ),
     Subcommand(
+        "advise",
+        "say what a trace asks of a scheme, and which one serves it best",
+        "confsim advise trace=mooncake trace.path=conversation_trace.jsonl",
+        "analysis.commands.advise:command",
+    ),
+    Subcommand(
         "stats",
         "describe a trace: lengths, rate, burstiness, reusable prefixes",
         "confsim stats trace=mooncake trace.path=conversation_trace.jsonl",

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 PACKAGE = "conf"
+SEARCHES = ("goodput", "advise")  # commands that compare several schemes
 OVERRIDE = re.compile(r"^(?P<sign>\+\+|\+|~)?(?P<key>[^=\[\](){}'\"]+)(?:=(?P<value>.*))?$", re.DOTALL)
 
 
@@ -86,7 +87,7 @@ def rewrite(overrides: list[str], command: str, sweep: bool = False) -> list[str
 
     `scheme=a,b` names schemes; `scheme.K=V` is a wish for every scheme that has K (`per_scheme.all.K`).
     """
-    if command != "goodput":
+    if command not in SEARCHES:
         return overrides
     return [_rewrite_goodput(override, sweep) for override in overrides]
 
@@ -150,7 +151,7 @@ def _check_words(cfg: DictConfig, overrides: Sequence[str], command: str) -> Non
     for key, value in suspects.items():
         default = OmegaConf.select(defaults, key, throw_on_missing=False)
         is_number = isinstance(default, (int, float)) and not isinstance(default, bool)
-        if is_number and not (command == "goodput" and value == "tuned"):
+        if is_number and not (command in SEARCHES and value == "tuned"):
             raise InputError(f"{key}={value}: expected a number (the default is {default})")
 
 
