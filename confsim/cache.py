@@ -18,7 +18,6 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -320,9 +319,10 @@ def _package_files(package: str, pattern: str) -> str:
 
 
 def _uncounted(tables: Any) -> Any:
-    if is_dataclass(tables) and not isinstance(tables, type) and hasattr(tables, "extrapolations"):
-        return replace(tables, extrapolations=0)
-    return copy.copy(tables)
+    twin = copy.copy(tables)
+    if hasattr(twin, "extrapolations"):
+        twin.extrapolations = 0
+    return twin
 
 
 def _write_pickle(path: Path, value: Any) -> None:

@@ -6,6 +6,7 @@ are set the way Hydra sets them. That is exact and ten times faster than composi
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,8 +86,6 @@ class _Expansion:
     _checked: dict[tuple[str, ...], str | None] = field(default_factory=dict)
 
     def grid(self) -> Grid | None:
-        from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-
         self._groups = set(groups())
         overrides = [self._parse(word) for word in self.words]
         fixed = [word for word, item in zip(self.words, overrides, strict=True) if not item.is_sweep_override()]
@@ -95,9 +94,13 @@ class _Expansion:
         if master.hydra.sweeper._target_ != SWEEPER:
             return None
         params = master.hydra.sweeper.get("params") or {}
-        overrides = [self._parse(f"{key}={value}") for key, value in params.items()] + overrides
+        words = {
+            self._parse(word).get_key_element(): word for word in [f"{k}={v}" for k, v in params.items()] + self.words
+        }
+        overrides = [self._parse(word) for word in words.values()]
         swept = {item.get_key_element(): axis_name(item.key_or_group) for item in overrides if item.is_sweep_override()}
-        points = tuple(self._point(list(words), swept) for words in BasicSweeper.split_arguments(overrides, None)[0])
+        combinations = itertools.product(*(self._values(word) for word in words.values()))
+        points = tuple(self._point(list(combination), swept) for combination in combinations)
         axes: dict[str, list[Any]] = {name: [] for name in swept.values()}
         for point in points:
             for name, value in point.axes.items():
@@ -105,6 +108,15 @@ class _Expansion:
                     axes[name].append(value)
         folder = Path(str(master.hydra.sweep.dir)).absolute()
         return Grid(self.command, folder, tuple(fixed), tuple(self.hydra), axes, points)
+
+    def _values(self, word: str) -> list[str]:
+        """The override of each value, as Hydra's basic sweeper spreads it out."""
+        override = self._parse(word)
+        if not override.is_sweep_override():
+            return [word]
+        if not override.is_discrete_sweep():
+            raise InputError(f"{word}: a sweep takes a list of values or range(start,stop,step), not an interval")
+        return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
 
     def _parse(self, word: str) -> Any:
         from hydra.core.global_hydra import GlobalHydra

@@ -151,6 +151,7 @@ class SweepFolder:
             if not is_complete(draft, run_id):
                 return False
             replace_folder(draft, self.run(run_id))
+        self._register(run_id)
         return True
 
     def _elsewhere(self, run_id: str) -> Path | None:
