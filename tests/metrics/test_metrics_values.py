@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_cases import random_case
 from reference import Reference
-from simulator_harness import ORDERS, SCHEMES, Case, column, latency
+from simulator_harness import ORDERS, SCHEMES, Case, closed_load, column, latency
 
 from confsim.engine import Window
+from confsim.errors import InputError
 from confsim.metrics import quantile, statistics
 from confsim.slo import Slo
 
@@ -323,3 +324,16 @@ def test_offered_and_completed_rates() -> None:
     assert summary["offered_rate"] == pytest.approx(2.0)
     assert summary["completed_rate"] == pytest.approx(21 / 10.01)
     assert summary["simulated_s"] == pytest.approx(10.01)
+
+
+def test_m7_cool_down_of_a_closed_loop() -> None:
+    """The last arrival is known when the run is over, to a summary; a search cannot know it, and says so."""
+    rows = [(0.0, 10, 3)] * 7
+    case = Case(rows, latency=LAW, window=Window(0.0, 0.03))
+    load = closed_load(case.trace(), 2)
+    result = case.simulation().replay(load)
+    arrivals = column(result, "arrival_s")
+    assert max(arrivals) == pytest.approx(0.09)
+    assert result.summary["requests"]["in_window"] == sum(at <= max(arrivals) - 0.03 for at in arrivals) < 7
+    with pytest.raises(InputError, match="cooldown_s"):
+        case.simulation().replay(load, probe=True)
