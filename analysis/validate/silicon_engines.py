@@ -7,9 +7,10 @@ Everything here is known from outside the measurements; what is chosen on them i
   `max-num-batched-tokens` to concurrency + prompt + 1,500 (`generator/rule_plugin/benchmark/vllm.rule`).
 - Llama-3.1-70B rows have the grid of InferenceMAX, whose scripts are public: lengths drawn uniformly from 80% to 100%
   of the nominal ones, ten prompts for each request in flight, `max-num-batched-tokens: 8192`, asynchronous scheduling
-  (`benchmarks/70b_fp8_h100_slurm.sh` and `kimbochen/bench_serving`; its default seed 0). Whether KV was fp8 they do not
-  agree on: the scripts set `kv-cache-dtype: fp8`, the launch command in the README of the H200 does not. The rows of
-  TP 4 that choose the constants lie closer to KV in bfloat16 (loss 0.37 against 0.91), so that is replayed.
+  (`benchmarks/70b_fp8_h100_slurm.sh` and `kimbochen/bench_serving`; its default seed 0). The scripts set
+  `kv-cache-dtype: fp8`; the launch command in an earlier README does not. On the H100 the rows of TP 4 that choose the
+  constants lie closer to KV in bfloat16 (loss 0.37 against 0.91), so that is replayed; the H200, which has no such rows,
+  follows its script.
 - SGLang's batches are whole prompts up to its default `max_prefill_tokens`. With chunks of 8,192 tokens, the default
   where chunking is on, the rows of TP 4 lie further off (loss 0.85 against 0.62).
 """
@@ -137,8 +138,8 @@ ENGINES = {
         _vllm_fp8,
         _drawn_lengths,
         "step",
-        "decodes first, prompts in chunks up to 8,192 tokens an iteration; KV (bfloat16) as needed, preempted requests "
-        "are recomputed; 10 requests for each in flight, lengths uniform from 80% to 100% of the nominal ones",
+        "decodes first, prompts in chunks up to 8,192 tokens an iteration; KV as needed (bfloat16 on the H100, fp8 on "
+        "the H200), preempted requests are recomputed; 10 requests for each in flight, lengths uniform from 80% to 100% of the nominal ones",
     ),
 }
 

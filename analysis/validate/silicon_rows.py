@@ -98,7 +98,7 @@ FAMILIES = (
     ),
     Family(
         "llama_h200", Selector(_LLAMA, "h200_sxm", "vllm", "", "fp8"), "llama3_1_70b_fp8", "h200_sxm", "vllm fp8",
-        (0.047, 0.376), constants_of="llama_h100", kv_cache_dtype="bfloat16",
+        (0.047, 0.376), constants_of="llama_h100",
     ),
 )  # fmt: skip
 
