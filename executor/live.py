@@ -88,7 +88,7 @@ class LiveRun:
         """
         kind = LAYOUT_OF_SCHEME.get(layout)
         if kind is None or not isinstance(cost, CoBatchCost):
-            raise InputError(f"scheme={layout} has no live layout: use one of {', '.join(LAYOUT_OF_SCHEME)}")
+            raise InputError(f"scheme={layout.split('/')[0]} has no live layout: use one of {', '.join(LAYOUT_OF_SCHEME)}")
         if self.loop is not None:
             raise InputError("cluster.instances: backend=live drives one instance, set it to 1")
         _refuse_ablations(cost, kind)
@@ -178,7 +178,7 @@ class LiveLoop(LiveBackend):
         if self._realtime:
             self._keep_time(arrived_s)
         if self._keep:
-            self._kept.append(_frozen(plan))
+            self._kept.append(frozen(plan))
         self._submitted_s = time.perf_counter()
         super().submit(plan)
         self._predicted_s = self.cost.timing(plan).duration_s
@@ -223,10 +223,9 @@ class LiveLoop(LiveBackend):
 
     def _forget(self) -> None:
         """Free every request, as if none had ever come."""
-        groups = self.runtime.layout.groups
-        batches = tuple(DecodeBatch(group) for group in range(groups))
+        batches = tuple(DecodeBatch(group) for group in range(self.runtime.layout.groups))
         self.runtime.run(IterationPlan((), batches, tuple(sorted(self._known))))
-        for request in self._known:
+        for request in {chunk.request.id for plan in self._kept for chunk in plan.prefill}:
             self.runtime.forget(request)
         self._known.clear()
 
@@ -241,7 +240,7 @@ class LiveLoop(LiveBackend):
         self.watch.late_s.append(max(0.0, late_s))
 
 
-def _frozen(plan: IterationPlan) -> IterationPlan:
+def frozen(plan: IterationPlan) -> IterationPlan:
     """A copy that later iterations do not change."""
     chunks = tuple(PrefillChunk(_copy(c.request), c.start, c.shards, c.last, c.group) for c in plan.prefill)
     batches = tuple(

@@ -235,7 +235,8 @@ def _decode(cells: list[Cell], model: ModelSpec) -> DecodeTable:
             own = sorted((c for c in some if c.sequences == sequences), key=lambda c: c.context_tokens)
             x = np.array([cell.context_tokens / sequences for cell in own])
             y = np.array([cell.median("decode_attention_s") for cell in own]) / model.num_hidden_layers
-            for context, seconds in zip(contexts[: len(x)], _read_off(x, y, contexts[: len(x)]), strict=True):
+            at = contexts[: len(x) + 1]
+            for context, seconds in zip(at, _read_off(x, y, at), strict=True):
                 rows.append((split.q_heads, split.kv_heads, sequences, int(context), seconds))
     q_heads, kv_heads, counts, context_each, times = (np.array(column) for column in zip(*rows, strict=True))
     return DecodeTable(q_heads, kv_heads, counts, context_each, times, np.zeros(len(rows), dtype=np.int64))
@@ -247,9 +248,10 @@ def _decode_degree(cell: Cell) -> int:
 
 
 def _common_contexts(cells: list[Cell]) -> Floats:
-    """Contexts of the fewest decodes, which were measured at every level."""
+    """1, to which every row is continued, and those of the fewest decodes, which were measured at every level."""
     least = min(cell.sequences for cell in cells)
-    return np.array(sorted(round(c.context_tokens / least) for c in cells if c.sequences == least), dtype=np.float64)
+    contexts = sorted(round(c.context_tokens / least) for c in cells if c.sequences == least)
+    return np.array([1, *contexts], dtype=np.float64)
 
 
 def _read_off(x: Floats, y: Floats, at: Floats) -> list[float]:
