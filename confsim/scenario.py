@@ -239,7 +239,7 @@ class ScenarioRun(Run):
 
         gap_s = self.max_gap_s()
         breakdown = {part: mean(f"{part}_s") for part in PARTS}
-        iteration_s = mean("predicted_s")
+        iteration_s = mean("end_s") - mean("start_s")
         return {
             "prefill_s": [end - start for start, end in zip(self.starts_s, self.ends_s, strict=True)],
             "prefills_per_s": len(self.ends_s) / (self.ends_s[-1] - self.starts_s[0]),
