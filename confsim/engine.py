@@ -9,11 +9,13 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import simpy
 
 from confsim import summary
 from confsim.backend import open_run
+from confsim.errors import InputError
 from confsim.kv import KvConfig
 from confsim.ledger import Ledger, Oracle, Watch
 from confsim.policies import Policy
@@ -37,10 +39,29 @@ class Window:
     cooldown_s: float = 0.0
 
     def span(self, load: Load) -> tuple[float, float]:
-        """First and last arrival time that counts."""
-        if load.concurrency is not None or load.think_s is not None or not len(load):
-            return self.warmup_s, float("inf")
-        return self.warmup_s, float(load.arrival_s[-1]) - self.cooldown_s
+        """First and last arrival time that counts, before the run.
+
+        Raises:
+            InputError: for a cool-down where arrivals depend on the run.
+        """
+        if not _closed(load):
+            return self.span_of(load, load.arrival_s)
+        if self.cooldown_s:
+            raise InputError(
+                f"cooldown_s={self.cooldown_s}: a search cannot know the last arrival of closed loops or sessions; "
+                "use warmup_s, or arrivals.sessions=open"
+            )
+        return self.warmup_s, float("inf")
+
+    def span_of(self, load: Load, arrival_s: npt.NDArray[np.float64]) -> tuple[float, float]:
+        """First and last arrival time that counts, of requests that arrived at `arrival_s`."""
+        planned = arrival_s if _closed(load) else load.arrival_s
+        return self.warmup_s, (float(planned.max()) if len(planned) else 0.0) - self.cooldown_s
+
+
+def _closed(load: Load) -> bool:
+    """Whether arrivals depend on the run."""
+    return load.concurrency is not None or load.think_s is not None
 
 
 @dataclass(frozen=True)
@@ -109,7 +130,6 @@ class Run:
         self._output: list[int] = table["output_tokens"].to_pylist()
         self._arrival_s: list[float] = load.arrival_s.tolist()
         self._blocks = _block_ids(simulation, load)
-        self.window_s = simulation.window.span(load)
         self.watch = self._new_watch() if watch else None
         self.ledger = Ledger(Oracle(self._output), self.watch)
         self.setup = self._setup()
@@ -119,9 +139,9 @@ class Run:
         self._children: dict[int, list[int]] = {}
 
     def _new_watch(self) -> Watch:
-        low, high = self.window_s
+        low, high = self.simulation.window.span(self.load)
         inside = sum(low <= arrival <= high for arrival in self._arrival_s)
-        return Watch(self.env, self.simulation.slo, inside, self.window_s)
+        return Watch(self.env, self.simulation.slo, inside, (low, high))
 
     def _setup(self) -> Setup:
         s = self.simulation

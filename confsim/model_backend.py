@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,6 +11,7 @@ import numpy as np
 from confsim.plan import IterationPlan, IterationTiming
 
 NOISE_BLOCK = 4096
+GIVEN = 1 << 20  # factors remembered to be put back, more than any look-ahead is long
 LEAST_FACTOR = 0.05  # a charged time is never less than this share of its prediction
 
 
@@ -27,6 +29,7 @@ class Noise:
         self.std = std
         self._rng = rng
         self._block: list[float] = []
+        self._given: deque[float] = deque(maxlen=GIVEN)
 
     def factor(self) -> float:
         """The next factor, at least `LEAST_FACTOR`."""
@@ -36,7 +39,14 @@ class Noise:
             draws = 1.0 + self.std * self._rng.standard_normal(NOISE_BLOCK)
             self._block = np.maximum(draws, LEAST_FACTOR).tolist()
             self._block.reverse()
-        return self._block.pop()
+        factor = self._block.pop()
+        self._given.append(factor)
+        return factor
+
+    def put_back(self, count: int) -> None:
+        """Return the last `count` factors, of iterations that were looked ahead to and do not run."""
+        if self.std:
+            self._block += [self._given.pop() for _ in range(count)]
 
 
 class ModelBackend:

@@ -9,8 +9,10 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
+from confsim.model_backend import Noise
 from confsim.plan import IterationTiming
 
 ITERATIONS = pa.schema(
@@ -37,6 +39,22 @@ ITERATIONS = pa.schema(
 )
 
 
+class DecodeRun(NamedTuple):
+    """Iterations of nothing but the same decodes."""
+
+    ends_s: list[float]
+    attention_s: list[float]
+    overhead_s: float  # host time of an iteration
+    hidden: bool  # only what outlasts the GPU is exposed
+    noise: Noise  # that the durations were drawn from
+
+    def cut(self, steps: int) -> None:
+        """Keep the first `steps` iterations."""
+        self.noise.put_back(len(self.ends_s) - steps)
+        del self.ends_s[steps:]
+        del self.attention_s[steps:]
+
+
 class Row(NamedTuple):
     """One or, where nothing but decodes ran, several iterations."""
 
@@ -46,14 +64,15 @@ class Row(NamedTuple):
     decode: tuple[int, ...]
     linear_s: float
     prefill_attention_s: float
-    decode_attention_s: float  # of the first step; -1: what is left of the duration
     communication_s: float
     head_s: float
-    overhead_s: float
-    predicted_s: float  # of the first step; -1: the duration
+    overhead_s: float  # exposed; of a run the host's, with `hidden`
+    predicted_s: float  # -1: the sum of the parts
     queued: int
-    kv_used_blocks: int
+    kv_used_blocks: int  # of the first step
     context_tokens: int
+    hidden: bool = False  # only what outlasts the GPU is exposed
+    growth: Sequence[tuple[int, int]] = ()  # (step, blocks) taken within a run
 
 
 @dataclass(slots=True)
@@ -64,6 +83,7 @@ class Track:
     instance: int = 0
     rows: list[Row] = field(default_factory=list)
     ends: array[float] = field(default_factory=lambda: array("d"))
+    attention: array[float] = field(default_factory=lambda: array("d"))  # decode attention of each iteration
 
     def iteration(
         self,
@@ -76,30 +96,34 @@ class Track:
         kv_used_blocks: int,
         context_tokens: int,
     ) -> None:
-        """Record one iteration."""
+        """Record one iteration; queue and KV as they were once it was planned."""
         self.ends.append(end_s)
-        self.rows.append(
-            Row(1, start_s, prefill, decode, *timing[1:7], timing.predicted_s, queued, kv_used_blocks, context_tokens)
-        )
+        self.attention.append(timing.decode_attention_s)
+        row = Row(
+            1, start_s, prefill, decode, timing.linear_s, timing.prefill_attention_s, timing.communication_s,
+            timing.head_s, timing.overhead_s, timing.predicted_s, queued, kv_used_blocks, context_tokens,
+        )  # fmt: skip
+        self.rows.append(row)
 
     def run(
         self,
         start_s: float,
-        ends_s: list[float],
+        run: DecodeRun,
         linear_s: float,
         head_s: float,
-        overhead_s: float,
         decode: tuple[int, ...],
         queued: int,
         kv_used_blocks: int,
         context_tokens: int,
+        growth: Sequence[tuple[int, int]] = (),
+        communication_s: float = 0.0,
     ) -> None:
         """Record iterations of nothing but the same decodes."""
-        self.ends.extend(ends_s)
-        zeros = (0,) * len(decode)
+        self.ends.extend(run.ends_s)
+        self.attention.extend(run.attention_s)
         row = Row(
-            len(ends_s), start_s, zeros, decode, linear_s, 0.0, -1.0, 0.0, head_s, overhead_s, -1.0,
-            queued, kv_used_blocks, context_tokens,
+            len(run.ends_s), start_s, (0,) * len(decode), decode, linear_s, 0.0, communication_s, head_s,
+            run.overhead_s, -1.0, queued, kv_used_blocks, context_tokens, run.hidden, growth,
         )  # fmt: skip
         self.rows.append(row)
 
@@ -107,6 +131,7 @@ class Track:
         """Drop iterations that end after `now_s`."""
         while self.ends and self.ends[-1] > now_s:
             self.ends.pop()
+            self.attention.pop()
             row = self.rows.pop()
             if row.steps > 1:
                 self.rows.append(row._replace(steps=row.steps - 1))
@@ -132,10 +157,12 @@ class Track:
             for name in Row._fields
             if name.endswith("_s") and name != "start_s"
         }
-        duration = ends - starts
-        rest = duration - out["linear_s"] - out["head_s"] - out["overhead_s"]
-        out["decode_attention_s"] = np.where(out["decode_attention_s"] < 0, rest, out["decode_attention_s"])
-        out["predicted_s"] = np.where(out["predicted_s"] < 0, duration, out["predicted_s"])
+        attention = np.array(self.attention, np.float64)
+        gpu = out["linear_s"] + attention + out["communication_s"] + out["head_s"]
+        hidden = np.repeat(np.array(by_name["hidden"], bool), steps)
+        out["overhead_s"] = np.where(hidden, np.maximum(out["overhead_s"] - gpu, 0.0), out["overhead_s"])
+        out["decode_attention_s"] = attention
+        out["predicted_s"] = np.where(out["predicted_s"] < 0, gpu + out["overhead_s"], out["predicted_s"])
         decode_tokens = np.array([sum(groups) for groups in by_name["decode"]], np.int64)
         within = np.arange(len(ends)) - np.repeat(first, steps)
         context = np.repeat(np.array(by_name["context_tokens"], np.int64), steps)
@@ -149,7 +176,8 @@ class Track:
             "prefill_per_group": _repeat_lists(by_name["prefill"], steps),
             "decode_per_group": _repeat_lists(by_name["decode"], steps),
             "queued": np.repeat(np.array(by_name["queued"], np.int32), steps),
-            "kv_used_blocks": np.repeat(np.array(by_name["kv_used_blocks"], np.int64), steps),
+            "kv_used_blocks": np.repeat(np.array(by_name["kv_used_blocks"], np.int64), steps)
+            + _grown(by_name["growth"], first, steps),
             "context_tokens": context + within * np.repeat(decode_tokens, steps),
         }
         arrays = [_column(out[field.name], field.type) for field in ITERATIONS]
@@ -158,6 +186,17 @@ class Track:
 
 def _column(values: Any, kind: pa.DataType) -> pa.Array:
     return values.cast(kind) if isinstance(values, pa.Array) else pa.array(values).cast(kind)
+
+
+def _grown(growth: Any, first: npt.NDArray[np.int64], steps: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Blocks that each iteration has beyond those of its run's first one."""
+    change = np.zeros(int(steps.sum()) + 1, np.int64)
+    for start, count, taken in zip(first.tolist(), steps.tolist(), growth, strict=True):
+        for step, blocks in taken:
+            if step < count:
+                change[start + step] += blocks
+                change[start + count] -= blocks
+    return np.cumsum(change)[:-1]
 
 
 def _repeat_lists(groups: Any, steps: Any) -> pa.Array:

@@ -42,7 +42,7 @@ def requests_table(run: Run) -> tuple[pa.Table, Outcome]:
     """One row a request, by request id of the trace's row order."""
     requests = run.ledger.requests
     arrival = _column(requests, "arrival_s")
-    low, high = run.window_s
+    low, high = run.simulation.window.span_of(run.load, arrival)
     counted = (arrival >= low) & (arrival <= high)
     lat = metrics.latencies(run.ledger, run.simulation.slo, counted)
     good, reasons = metrics.attained(lat, requests, run.simulation.slo)
@@ -203,13 +203,17 @@ def _tally(words: Any) -> dict[str, int]:
 
 
 def _overloaded(run: Run, arrived: npt.NDArray[np.float64]) -> bool:
-    """Most of the last arrivals missed their TTFT while they waited: the queue grew to the end."""
+    """Most of the last arrivals whose first token is due missed it while they waited: the queue grew to the end."""
     requests = run.ledger.requests
-    served = [request for request in requests if request.status != "rejected"]
+    now = run.env.now
+    served = [
+        request
+        for request in requests
+        if request.status != "rejected" and request.arrival_s + request.ttft_limit_s <= now
+    ]
     tail = served[-max(1, len(served) // 4) :]
     if len(served) < 8:
         return False
-    now = run.env.now
     late: list[bool] = [
         (request.prefill_start_s if request.prefill_start_s >= 0 else now) - request.arrival_s > request.ttft_limit_s
         for request in tail

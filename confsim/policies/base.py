@@ -10,7 +10,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from confsim.errors import InputError
 from confsim.request import Request
@@ -49,8 +49,7 @@ class Dispatch(Protocol):
         """The most tokens that leave every group that takes some at `level` stacked tokens or below."""
 
 
-@dataclass(frozen=True, slots=True)
-class GroupLoad:
+class GroupLoad(NamedTuple):
     """A group as decode placement sees it; `units` are those of its KV pool."""
 
     group: int

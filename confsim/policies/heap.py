@@ -7,7 +7,7 @@ from typing import Any
 
 from confsim.request import Request
 
-Entry = tuple[Any, int, Request]
+Entry = tuple[bool, Any, int, Request]  # not preempted, key, id
 
 
 class Lanes:
@@ -20,7 +20,7 @@ class Lanes:
     def push(self, request: Request, key: float) -> None:
         """Queue by (not preempted, key, id)."""
         lane = self.started if request.status == "prefill" else self.waiting
-        heappush(lane, ((request.preemptions == 0, key), request.id, request))
+        heappush(lane, (request.preemptions == 0, key, request.id, request))
 
     def head(self, new: bool) -> list[Entry]:
         """The lane with the next request, or an empty one."""
@@ -32,7 +32,7 @@ class Lanes:
 
     def remove(self, request: Request) -> None:
         """Take out a started request, if it is here."""
-        kept = [entry for entry in self.started if entry[2] is not request]
+        kept = [entry for entry in self.started if entry[3] is not request]
         if len(kept) < len(self.started):
             heapify(kept)
             self.started = kept
@@ -43,9 +43,9 @@ class Lanes:
 
 def preempted(lane: list[Entry]) -> bool:
     """Whether a lane's next request was preempted."""
-    return not lane[0][0][0]
+    return not lane[0][0]
 
 
 def pop(lane: list[Entry]) -> Request | None:
     """The next request of a lane."""
-    return heappop(lane)[2] if lane else None
+    return heappop(lane)[3] if lane else None

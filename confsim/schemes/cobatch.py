@@ -16,6 +16,7 @@ from confsim.kv import BlockPool, InPlaceKv, MigratingKv
 from confsim.model_backend import ModelBackend
 from confsim.plan import DecodeBatch, IterationPlan, IterationTiming, PrefillChunk
 from confsim.policies.base import Dispatch, GroupLoad, Placement
+from confsim.record import DecodeRun
 from confsim.request import Request
 from confsim.schemes.base import Instance, Setup
 from confsim.schemes.cost import CoBatchCost, DecodeLoad
@@ -135,10 +136,15 @@ class CoBatchInstance(Instance):
                 yield from self._decode_run(load)
                 continue
             start_s = env.now
+            queued, used = len(self._queue), self._used_blocks()
             self._backend.submit(plan)
             timing = self._backend.result()
             yield env.timeout(timing.duration_s)
-            self._record(start_s, plan, load, timing)
+            context = 0
+            for batch in plan.decode:
+                context += batch.context_tokens
+            shards = plan.shards(len(load.counts))
+            self._track.iteration(start_s, env.now, timing, shards, load.counts, queued, used, context)
             self._apply(plan, timing, start_s)
 
     def _may_run_ahead(self) -> bool:
@@ -157,18 +163,15 @@ class CoBatchInstance(Instance):
         start_s = env.now
         steps = loop.steps_to_end()
         until_s = env.peek()
-        ends = cost.decode_run(loop.batches, load, start_s, until_s, steps, self._noise)
-        ready = self._grow_ahead(len(ends) - 1)
-        if ready < len(ends):
-            del ends[ready:]
+        used = self._used_blocks()
+        run = cost.decode_run(loop.batches, load, start_s, until_s, steps, self._noise)
+        growth = self._grow_ahead(run)
+        ends = run.ends_s
         self._lockstep_wait_s += len(ends) * cost.lockstep_wait_s(loop.batches, load)
         context = sum(batch.context_tokens for batch in loop.batches)
         linear_s = cost.linear_s(load, load.peak, 0)
         head_s = cost.latency.head_s(load.peak)
-        overhead_s = cost.exposed_s(load.total, linear_s + load.attention_s + head_s)
-        self._track.run(
-            start_s, ends, linear_s, head_s, overhead_s, load.counts, len(self._queue), self._used_blocks(), context
-        )
+        self._track.run(start_s, run, linear_s, head_s, load.counts, len(self._queue), used, context, growth)
         if len(ends) > 1:
             loop.advance(ends[:-1])
             loop.grown = True
@@ -176,19 +179,22 @@ class CoBatchInstance(Instance):
         for request in loop.step(env.now):
             self._finish(request)
 
-    def _grow_ahead(self, steps: int) -> int:
-        """Take the blocks of up to `steps` further iterations; returns the iterations that have theirs."""
+    def _grow_ahead(self, run: DecodeRun) -> list[tuple[int, int]]:
+        """Take the blocks of a run's further iterations, cut where they are short; returns (step, blocks) taken."""
+        taken = []
         loop, pools, units = self.loop, self.kv.pools, self.kv.units_per_block
         groups = range(len(pools))
-        for ahead in range(1, steps + 1):
+        for ahead in range(1, len(run.ends_s)):
             needs = [loop.growth(group, ahead) for group in groups]
             if not any(needs):
                 continue
             if any(needs[group] * units > pools[group].available for group in groups):
-                return ahead
+                run.cut(ahead)
+                break
             for group in groups:
                 self.kv.grow(group, needs[group])
-        return steps + 1
+            taken.append((ahead, sum(needs)))
+        return taken
 
     def _rouse(self) -> None:
         if self._wake is not None and not self._wake.triggered:
@@ -270,7 +276,7 @@ class CoBatchInstance(Instance):
                 fill.set_decodes(load, self._dispatch(load.counts))
             if outcome == "accepted":
                 aside.pop()
-                if not fill.chunks[-1].last:
+                if request.status == "prefill":
                     break
                 continue
             if fresh:
@@ -278,7 +284,7 @@ class CoBatchInstance(Instance):
             if outcome == "full":
                 break
             new = False
-        self._blocked = self._blocked and len(aside) == 1 and not fill.chunks
+        self._blocked = self._blocked and len(aside) == 1 and not fill.planned.chunks
         for request in aside:
             self._queue.push(request)
         aside.clear()
@@ -442,12 +448,3 @@ class CoBatchInstance(Instance):
         for pool in self.kv.pools:
             held += pool.held
         return held // self.kv.units_per_block
-
-    def _record(self, start_s: float, plan: IterationPlan, load: DecodeLoad, timing: IterationTiming) -> None:
-        context = 0
-        for batch in plan.decode:
-            context += batch.context_tokens
-        shards = plan.shards(len(load.counts))
-        self._track.iteration(
-            start_s, self.env.now, timing, shards, load.counts, len(self._queue), self._used_blocks(), context
-        )

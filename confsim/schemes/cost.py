@@ -11,6 +11,7 @@ from confsim.latency.base import LatencyModel
 from confsim.model_backend import Noise
 from confsim.plan import DecodeBatch, IterationPlan, IterationTiming
 from confsim.policies.base import Dispatch
+from confsim.record import DecodeRun
 from confsim.request import Request
 
 # A path is slowed in full once the other one takes at least this share of it; below that its slowdown fades, so
@@ -203,8 +204,8 @@ class CoBatchCost:
 
     def decode_run(
         self, batches: Sequence[DecodeBatch], load: DecodeLoad, start_s: float, until_s: float, steps: int, noise: Noise
-    ) -> list[float]:
-        """End times of up to `steps` decode-only iterations: the last one starts before `until_s`, or is the first.
+    ) -> DecodeRun:
+        """Up to `steps` decode-only iterations: the last one starts before `until_s`, or is the first.
 
         The decodes stay the same meanwhile, so each group's attention is a line in its context, cut where the latency
         model bends.
@@ -212,6 +213,7 @@ class CoBatchCost:
         base_s = self.linear_s(load, load.peak, 0) + self.latency.head_s(load.peak)
         overhead_s = self.latency.overhead_s(load.total)
         hidden = self.async_schedule
+        attention: list[float] = []
         draw = noise.factor if noise.std else None
         runs = [_Run(*self._attention_line(batch)) for batch in batches if batch.count]
         ends: list[float] = []
@@ -221,6 +223,7 @@ class CoBatchCost:
             for run in runs:
                 if run.value_s > attention_s:
                     attention_s = run.value_s
+            attention.append(attention_s)
             seconds = base_s + attention_s
             if hidden:
                 if seconds < overhead_s:
@@ -230,7 +233,7 @@ class CoBatchCost:
             now_s += seconds if draw is None else seconds * draw()
             ends.append(now_s)
             if len(ends) == steps or now_s >= until_s:
-                return ends
+                return DecodeRun(ends, attention, overhead_s, hidden, noise)
             for run in runs:
                 run.value_s += run.step_s
                 run.steps -= 1

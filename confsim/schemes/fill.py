@@ -40,7 +40,7 @@ class Fill:
         self._guess = guess
         self._limits = limits
         self.planned = Planned()
-        self.chunks: list[PrefillChunk] = []
+        self._chunks: list[tuple[Request, int, int, bool, int]] = []  # request, start, tokens, last, group
         self.set_decodes(load, dispatch)
 
     def set_decodes(self, load: DecodeLoad, dispatch: Dispatch) -> None:
@@ -64,23 +64,25 @@ class Fill:
         seconds = self._cost.predictor(self._load, self._dispatch, request, Planned())
         tokens = min(rest, self._whole_room)
         if not self._static:
-            tokens = most(seconds, self._target_s, tokens, self._guess) or min(rest, self._block_tokens)
+            tokens = most(seconds, self._target_s, tokens, self._guess, 0) or min(rest, self._block_tokens)
         return seconds(tokens) * max(1.0, rest / tokens)
 
     def fit(self, request: Request) -> int:
         """The most tokens of a request that the iteration has room for behind what it holds."""
-        want = min(request.remaining_prefill, self.room)
+        want = request.target_tokens - request.prefilled
+        if want > self.room:
+            want = self.room
         if self._static:
             return want
         seconds = self._cost.predictor(self._load, self._dispatch, request, self.planned)
-        tokens = most(seconds, self._target_s, want, self._guess)
-        if not tokens and not self.chunks and not self._load.total:
+        tokens = most(seconds, self._target_s, want, self._guess, self.planned.tokens)
+        if not tokens and not self._chunks and not self._load.total:
             return min(want, self._block_tokens)  # no chunk meets the target at this depth, and nothing else runs
         return tokens
 
     def add(self, request: Request, tokens: int, last: bool, group: int) -> None:
         """Take a chunk in."""
-        self.chunks.append(PrefillChunk(request, request.prefilled, (tokens,), last, group))
+        self._chunks.append((request, request.prefilled, tokens, last, group))
         before = self.planned
         self.planned = Planned(
             before.tokens + tokens,
@@ -92,46 +94,56 @@ class Fill:
 
     def spread(self) -> tuple[PrefillChunk, ...]:
         """The chunks with their tokens dealt over the groups."""
-        if not self.chunks:
+        if not self._chunks:
             return ()
-        left = list(self._dispatch.spread(self.planned.tokens))
-        if len(self.chunks) == 1:
-            return (self.chunks[0]._replace(shards=tuple(left)),)
-        return tuple([_deal(chunk, left) for chunk in self.chunks])
+        whole = self._dispatch.spread(self.planned.tokens)
+        if len(self._chunks) == 1:
+            request, start, _, last, group = self._chunks[0]
+            return (PrefillChunk(request, start, whole, last, group),)
+        left = list(whole)
+        return tuple(
+            [
+                PrefillChunk(request, start, _deal(tokens, left), last, group)
+                for request, start, tokens, last, group in self._chunks
+            ]
+        )
 
 
-def _deal(chunk: PrefillChunk, left: list[int]) -> PrefillChunk:
-    """A chunk's shards in proportion to what is left of every group's share; the last chunk takes the rest."""
-    total, tokens = sum(left), chunk.tokens
+def _deal(tokens: int, left: list[int]) -> tuple[int, ...]:
+    """A chunk's shards in proportion to what is `left` of every group's share; the last chunk takes the rest."""
+    total = sum(left)
     shards = [share * tokens // total for share in left]
     missing = tokens - sum(shards)
     for group, share in enumerate(left):
-        more = min(missing, share - shards[group])
-        shards[group] += more
-        missing -= more
-        left[group] -= shards[group]
-    return chunk._replace(shards=tuple(shards))
+        if missing:
+            more = min(missing, share - shards[group])
+            shards[group] += more
+            missing -= more
+        left[group] = share - shards[group]
+    return tuple(shards)
 
 
 @dataclass(slots=True)
 class Guess:
     """Where the last budget search ended: the next one starts there."""
 
-    tokens: int = 0
+    tokens: int = 0  # of the whole iteration
     slope_s: float = 0.0  # seconds a token
 
 
 MAX_SECANTS = 12  # then halve the bracket, whatever the function looks like
 
 
-def most(seconds: Callable[[int], float], target_s: float, want: int, guess: Guess) -> int:
+def most(seconds: Callable[[int], float], target_s: float, want: int, guess: Guess, before: int) -> int:
     """Largest n in [0, want] with seconds(n) <= target_s (0 counts as such), for a monotone function.
 
     Secant steps inside a bracket, from the last search's result; near its root the function is a line, so that a
     handful of evaluations suffice.
     """
     low, high = 0, want + 1
-    at = guess.tokens if 0 < guess.tokens < want else want
+    at = guess.tokens - before  # `before` tokens are in the iteration already
+    if not 0 < at < want:
+        at = want
     slope_s = guess.slope_s
     last_at, last_over_s = at, 0.0
     rounds = 0
@@ -144,7 +156,7 @@ def most(seconds: Callable[[int], float], target_s: float, want: int, guess: Gue
         else:
             high = at
         if high - low == 1:
-            guess.tokens, guess.slope_s = low, slope_s
+            guess.tokens, guess.slope_s = before + low, slope_s
             return low
         if rounds and at != last_at and over_s != last_over_s:
             slope_s = (over_s - last_over_s) / (at - last_at)

@@ -17,6 +17,7 @@ import simpy
 
 from confsim.kv import BlockPool, InPlaceKv
 from confsim.plan import IterationTiming
+from confsim.record import DecodeRun
 from confsim.request import Request
 from confsim.schemes.base import Instance, Setup
 from confsim.schemes.cost import CoBatchCost, in_turn
@@ -195,13 +196,12 @@ class MuxInstance(Instance):
         env, loop, cost = self.env, self.loop, self._alone
         start_s, context = env.now, loop.batches[0].context_tokens
         load = cost.load(loop.batches)
-        ends = cost.decode_run(loop.batches, load, start_s, env.peek(), loop.steps_to_end(), self._decode_noise)
-        del ends[self._grow_ahead(len(ends) - 1) :]
+        run = cost.decode_run(loop.batches, load, start_s, env.peek(), loop.steps_to_end(), self._decode_noise)
+        used = self.kv.pools[0].held
+        growth = self._grow_ahead(run)
+        ends = run.ends_s
         linear_s, head_s = cost.linear_s(load, load.peak, 0), cost.latency.head_s(load.peak)
-        overhead_s = cost.exposed_s(load.total, linear_s + load.attention_s + head_s)
-        self._decode_track.run(
-            start_s, ends, linear_s, head_s, overhead_s, load.counts, len(self._queue), self.kv.pools[0].held, context
-        )
+        self._decode_track.run(start_s, run, linear_s, head_s, load.counts, len(self._queue), used, context, growth)
         if len(ends) > 1:
             loop.advance(ends[:-1])
             loop.grown = True
@@ -227,13 +227,18 @@ class MuxInstance(Instance):
             self._preempt(victim)
         return True
 
-    def _grow_ahead(self, steps: int) -> int:
-        """Take the blocks of up to `steps` further iterations; returns the iterations that have theirs."""
-        for ahead in range(1, steps + 1):
+    def _grow_ahead(self, run: DecodeRun) -> list[tuple[int, int]]:
+        """Take the blocks of a run's further iterations, cut where they are short; returns (step, blocks) taken."""
+        taken = []
+        for ahead in range(1, len(run.ends_s)):
             need = self.loop.growth(0, ahead)
-            if need and not self.kv.grow(0, need):
-                return ahead
-        return steps + 1
+            if not need:
+                continue
+            if not self.kv.grow(0, need):
+                run.cut(ahead)
+                break
+            taken.append((ahead, need))
+        return taken
 
     # Prefill
 

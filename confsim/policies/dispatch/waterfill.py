@@ -25,7 +25,7 @@ class Dispatch:
         """Least level at which `tokens` fit, and the tokens short of filling it."""
         groups = self._groups
         level = -(-(tokens + self._total) // groups)
-        if level >= self._most:  # every group takes some, the usual case
+        if level > self._most:  # every group takes some, the usual case
             return level, level * groups - tokens - self._total
         total = tokens
         for count, decode in enumerate(self._sorted):

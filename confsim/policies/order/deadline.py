@@ -36,7 +36,7 @@ class Order:
         while feasible := self._feasible.head(new):
             if late and preempted(late) and not preempted(feasible):
                 break  # what was preempted comes first, late or not
-            request = heappop(feasible)[2]
+            request = heappop(feasible)[3]
             limit_s = request.ttft_limit_s * TOLERANCE
             out_already = request.first_token_s >= 0
             if out_already or now_s + predict(request) - request.arrival_s <= limit_s:

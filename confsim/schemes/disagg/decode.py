@@ -10,6 +10,7 @@ from typing import Any
 import simpy
 
 from confsim.kv import BlockPool
+from confsim.record import DecodeRun
 from confsim.request import Request
 from confsim.schemes.base import Setup
 from confsim.schemes.cost import CoBatchCost
@@ -196,13 +197,14 @@ class DecodeWorker:
         env, loop, cost = self._env, self.loop, self._cost
         start_s = env.now
         load = cost.load(loop.batches)
-        ends = cost.decode_run(loop.batches, load, start_s, env.peek(), loop.steps_to_end(), self._noise)
-        del ends[self._grow_ahead(len(ends)) :]
+        run = cost.decode_run(loop.batches, load, start_s, env.peek(), loop.steps_to_end(), self._noise)
+        used = self.pool.held
+        growth = self._grow_ahead(run)
+        ends = run.ends_s
         linear_s, head_s = cost.linear_s(load, load.peak, 0), cost.latency.head_s(load.peak)
-        overhead_s = cost.exposed_s(load.total, linear_s + load.attention_s + head_s)
         self._track.run(
-            start_s, ends, linear_s, head_s, overhead_s, load.counts,
-            len(self._offered) + len(self._waiting), self.pool.held, loop.batches[0].context_tokens,
+            start_s, run, linear_s, head_s, load.counts,
+            len(self._offered) + len(self._waiting), used, loop.batches[0].context_tokens, growth,
         )  # fmt: skip
         if len(ends) > 1:
             loop.advance(ends[:-1])
@@ -212,11 +214,14 @@ class DecodeWorker:
             self.pool.held -= -(-loop.leave(request) // self._block_tokens)
             self._complete(request, env.now)
 
-    def _grow_ahead(self, steps: int) -> int:
-        """Take the blocks of further iterations (the first has its); returns how many of `steps` have theirs."""
-        for ahead in range(1, steps):
+    def _grow_ahead(self, run: DecodeRun) -> list[tuple[int, int]]:
+        """Take the blocks of a run's further iterations, cut where they are short; returns (step, blocks) taken."""
+        taken = []
+        for ahead in range(1, len(run.ends_s)):
             need = self.loop.growth(0, ahead)
             if need > self.pool.free:
-                return ahead
+                run.cut(ahead)
+                break
             self.pool.held += need
-        return steps
+            taken.append((ahead, need))
+        return taken

@@ -275,8 +275,10 @@ class ElasticInstance(Instance):
             for instance, size in batch.masters:
                 counts[instance] += size
         context = strand.loop.batches[0].context_tokens
-        strand.track.ends.extend(ahead.ends_s)
-        strand.track.rows.append(ahead.row(start_s, tuple(counts), len(self._queue), self._used_blocks(), context))
+        strand.track.run(
+            start_s, ahead.run, ahead.linear_s, ahead.head_s, tuple(counts), len(self._queue), self._used_blocks(),
+            context, communication_s=ahead.communication_s,
+        )  # fmt: skip
 
     def _used_blocks(self) -> int:
         return -(-sum(self.slots.used) // self.setup.kv.block_tokens)

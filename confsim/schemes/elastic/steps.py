@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from confsim.record import Row
+from confsim.record import DecodeRun
 from confsim.schemes.elastic.ring import RingCost
 from confsim.schemes.elastic.state import Batch, Slots, Strand
 
@@ -86,19 +86,15 @@ class Masters:
 class Stretch:
     """Iterations of the same decodes: when each ends, and their parts (means where they change)."""
 
-    ends_s: list[float]
+    run: DecodeRun
     linear_s: float
-    attention_s: float
     communication_s: float
     head_s: float
-    overhead_s: float
 
-    def row(self, start_s: float, decode: tuple[int, ...], queued: int, kv_blocks: int, context_tokens: int) -> Row:
-        """For the track."""
-        return Row(
-            len(self.ends_s), start_s, (0,) * len(decode), decode, self.linear_s, 0.0, self.attention_s,
-            self.communication_s, self.head_s, self.overhead_s, -1.0, queued, kv_blocks, context_tokens,
-        )  # fmt: skip
+    @property
+    def ends_s(self) -> list[float]:
+        """End of each iteration."""
+        return self.run.ends_s
 
 
 @dataclass
@@ -127,13 +123,18 @@ def stretch(cost: RingCost, slots: Slots, strand: Strand, start_s: float, until_
         seconds *= np.array([strand.noise.factor() for _ in range(steps)])
     ends = start_s + np.cumsum(seconds)
     count = min(steps, int(np.searchsorted(ends, until_s, side="left")) + 1)
+    strand.noise.put_back(steps - count)
     return Stretch(
-        ends[:count].tolist(),
+        DecodeRun(
+            ends[:count].tolist(),
+            attention_s[:count].tolist(),
+            max(line.overhead_s for line in lines),
+            hidden=False,
+            noise=strand.noise,
+        ),
         max(line.linear_s for line in lines),
-        float(attention_s[:count].mean()),
         max(line.exchange_s for line in lines),
         max(line.head_s for line in lines),
-        max(line.overhead_s for line in lines),
     )
 
 
