@@ -4,6 +4,7 @@
 # make test     the whole test suite         (ARGS="tests/analysis -k report" for a part of it)
 # make lint     ruff and mypy
 # make bench    the speed benchmarks
+# make fidelity docs/fidelity.md anew: the packaged profiles, and the replays of measured engines (minutes)
 # make clean    remove the environment and what was built
 
 VENV := .venv
@@ -33,6 +34,10 @@ lint: $(VENV)/.test
 
 bench: $(VENV)/.test
 	$(VENV)/bin/python -m pytest tests/benchmarks --benchmark-only $(ARGS)
+
+fidelity: $(VENV)/.test
+	$(VENV)/bin/confsim validate source=silicon silicon.record=docs/silicon.json $(ARGS)
+	$(VENV)/bin/python -m analysis.fidelity
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,6 +1,7 @@
 """What ran behind the measured rows: each engine's scheduling rules, its load, and a replay of one row.
 
-Everything here is known from outside the measurements; what is chosen on them is `Constants` alone.
+Everything here is known from outside the measurements, but for `Constants` and two choices named below, which the rows
+that choose the constants decide.
 
 - Qwen3-32B rows come from aiconfigurator's own benchmark: genai-perf with `concurrency` requests in flight, ten times
   as many in all, fixed lengths (`src/aiconfigurator/eval/benchmarks/genai_perf_runner.py`); for vLLM it sets
@@ -9,8 +10,8 @@ Everything here is known from outside the measurements; what is chosen on them i
   of the nominal ones, ten prompts for each request in flight, `max-num-batched-tokens: 8192`, asynchronous scheduling
   (`benchmarks/70b_fp8_h100_slurm.sh` and `kimbochen/bench_serving`; its default seed 0). The scripts set
   `kv-cache-dtype: fp8`; the launch command in an earlier README does not. On the H100 the rows of TP 4 that choose the
-  constants lie closer to KV in bfloat16 (loss 0.37 against 0.91), so that is replayed; the H200, which has no such rows,
-  follows its script.
+  constants lie closer to KV in bfloat16 (loss 0.37 against 0.91), so that is replayed; the H200, which has no such
+  rows, follows its script.
 - SGLang's batches are whole prompts up to its default `max_prefill_tokens`. With chunks of 8,192 tokens, the default
   where chunking is on, the rows of TP 4 lie further off (loss 0.85 against 0.62).
 """
@@ -139,7 +140,8 @@ ENGINES = {
         _drawn_lengths,
         "step",
         "decodes first, prompts in chunks up to 8,192 tokens an iteration; KV as needed (bfloat16 on the H100, fp8 on "
-        "the H200), preempted requests are recomputed; 10 requests for each in flight, lengths uniform from 80% to 100% of the nominal ones",
+        "the H200), preempted requests are recomputed; 10 requests for each in flight, lengths uniform from 80% to "
+        "100% of the nominal ones",
     ),
 }
 
