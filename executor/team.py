@@ -320,7 +320,7 @@ def _receive(line: Connection) -> object | None:
     try:
         message: object = line.recv()
         return message
-    except (EOFError, ConnectionResetError):
+    except (EOFError, OSError):  # closed, or closed in the middle of a message
         return None
 
 

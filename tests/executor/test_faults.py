@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -119,7 +120,7 @@ def test_unknown_request(device) -> None:  # type: ignore[no-untyped-def]
     with clean(), pytest.raises(RankError) as error, Runtime(tiny(), TWO, device, KV) as runtime:
         runtime.run(whole(77, 8))
     assert "request 77 is unknown" in str(error.value)
-    assert str(error.value).startswith("rank 0 of 2 failed in iteration 0: PlanError")
+    assert re.match(r"rank \d of 2 failed in iteration 0: PlanError", str(error.value))  # all say so at once
 
 
 def test_pool_too_small_for_a_plan() -> None:
@@ -210,8 +211,9 @@ from executor_harness import *
 from test_faults import whole
 runtime = Runtime(tiny(), Layout("xp", 2, 1), PROCESSES, KvConfig(capacity_tokens=512))
 with runtime:
-    print(*runtime._team.pids(), runtime._team._folder, flush=True)
     runtime.add(0, prompts([8])[0])
+    runtime.run(whole(0, 8))  # everything is imported from here on: extension modules may swallow an interrupt
+    print(*runtime._team.pids(), runtime._team._folder, flush=True)
     while True:
         runtime.submit(whole(0, 8)); runtime.result()
         time.sleep(0.05)
