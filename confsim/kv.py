@@ -96,21 +96,28 @@ class PromptCopies:
 
     def take_all(self, units: int) -> bool:
         """Hold `units` more on every pool, or on none."""
-        if any(units > pool.available for pool in self.pools):
-            return False
         for pool in self.pools:
-            self.take(pool, units)
+            if units > pool.capacity - pool.held:
+                return False
+        for pool in self.pools:
+            if units > pool.capacity - pool.held - pool.cached:
+                self.take(pool, units)
+            else:
+                pool.held += units
         return True
 
     def start(self, request: Request, tokens: int) -> bool:
         """Reserve room for the first `tokens` of a request and give it the prefix that is cached already."""
-        hits = self._match(request)
+        hits = self._match(request) if self.entry_units else 0
+        own = max(0, -(-tokens // self.block_tokens) - hits * self.entry_units)
         self._hold(request, hits)
-        if not self.take_all(max(0, self.units(tokens) - hits * self.entry_units)):
+        if not self.take_all(own):
             self._unhold(request, hits)
             return False
         self.shared[request.id] = hits
-        self.private[request.id] = max(0, self.units(tokens) - hits * self.entry_units)
+        self.private[request.id] = own
+        if not hits:
+            return True
         request.prefilled = hits * self.entry_tokens
         request.cached += request.prefilled
         self.hit_tokens += request.prefilled
@@ -163,8 +170,6 @@ class PromptCopies:
         return sum(self.private.values()) + (len(self.refs) - len(self.idle)) * self.entry_units
 
     def _match(self, request: Request) -> int:
-        if not self.entry_units:
-            return 0
         limit = min(len(request.block_ids), (request.prompt_tokens - 1) // self.entry_tokens)
         for index in range(limit):
             if request.block_ids[index] not in self.refs:
