@@ -277,7 +277,7 @@ def summarise(
         "verdict": verdict(judged, target, repeats),
         "errors": errors,
         "requests": request_errors(requests),
-        "attainment": {"live": live["attainment"], "simulated": simulated["attainment"]},
+        "attainments": {"live": live["attainment"], "simulated": simulated["attainment"]},
         "goodput": goodput_of(goodput, simulation.slo.attainment),
         "plans": plans_of(comparison),
         "tokens": tokens_of(comparison),

@@ -237,7 +237,7 @@ def _requests(page: Page, content: Mapping[str, Any], requests: pa.Table) -> Non
         for row in content["requests"]
     ]
     page.table(head, rows)
-    attained = content["attainment"]
+    attained = content["attainments"]
     page.add(f"<p>Attainment: live {share(attained['live'])}, simulated {share(attained['simulated'])}.</p>")
     page.add('<div class="pair">')
     for key in ("ttft_s", "tpot_s"):

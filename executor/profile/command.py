@@ -97,6 +97,7 @@ def _runtime(executor: ExecutorConfig) -> AbstractContextManager[Any]:
 
 def _rounds(ranks: Ranks, plan: Plan, grid: Grid, store: Store, wanted: list[int], done: int, say: Say) -> int:
     """Measure rounds until all are there or the budget is used up; returns how many."""
+    assert grid.budget_s is not None
     began = time.perf_counter()
     say(f"{plan.cells} cells on {ranks.layout.ranks} ranks; preparing decodes of {len(plan.levels)} contexts")
     measurer = Measurer(ranks, plan, grid)

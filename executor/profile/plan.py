@@ -10,6 +10,7 @@ from executor.config import ExecutorConfig, Layout
 # Largest values where none are given: enough for tiny models on CPU, and for serving sizes on a GPU.
 CPU = {"chunk_tokens": 1024, "prefix_tokens": 2048, "context_tokens": 1024, "sequences": 16, "kv_tokens": 16384}
 GPU = {"chunk_tokens": 8192, "prefix_tokens": 32768, "context_tokens": 32768, "sequences": 64, "kv_tokens": 262144}
+BUDGET_S = {"cpu": 45.0, "cuda": 540.0}
 LEAST_CONTEXT = 16
 
 
@@ -29,7 +30,7 @@ class Grid:
     sequences: int | None = None
     kv_tokens: int | None = None
     rounds: int = 15
-    budget_s: float = 45.0
+    budget_s: float | None = None
 
     def __post_init__(self) -> None:
         for key in ("chunk_tokens", "least_chunk_tokens", "prefix_tokens", "context_tokens", "sequences", "kv_tokens"):
@@ -43,12 +44,13 @@ class Grid:
         """With every size set; never beyond the model's context limit."""
         defaults = CPU if executor.device.kind == "cpu" else GPU
         given = {key: getattr(self, key) for key in defaults}
-        sizes = {key: defaults[key] if value is None else value for key, value in given.items()}
+        sizes: dict[str, int] = {key: defaults[key] if value is None else value for key, value in given.items()}
         limit = executor.model.max_context_tokens
         if limit is not None:
             for key in ("chunk_tokens", "prefix_tokens", "context_tokens"):
                 sizes[key] = min(sizes[key], limit // 2)
-        return replace(self, **sizes)
+        budget_s = BUDGET_S[executor.device.kind] if self.budget_s is None else self.budget_s
+        return replace(self, **sizes, budget_s=budget_s)
 
 
 @dataclass(frozen=True)
@@ -101,13 +103,7 @@ def make_plan(grid: Grid, layout: Layout, overlaps: bool) -> Plan:
     contexts = _steps(min(LEAST_CONTEXT, grid.context_tokens), grid.context_tokens, 4)
     # Contexts grow by a token whenever a decode is measured.
     growth = grid.rounds * (grid.sequences.bit_length() + 8)
-    share = grid.kv_tokens // len(contexts)
-    levels = {context: min(grid.sequences, share // context) for context in contexts}
-    if not all(levels.values()):
-        raise InputError(
-            f"grid.kv_tokens={grid.kv_tokens}: no room for one decode of {contexts[-1]} tokens beside the others, "
-            f"use {contexts[-1] * len(contexts)} or more, or a smaller grid.context_tokens"
-        )
+    levels = _levels(contexts, grid.kv_tokens, grid.sequences)
     ladders = [_ladder(prefix, sizes) for prefix in _prefixes(grid)]
     cells = [Cell("prefill", ((size, 0),)) for size in sizes]
     cells += [
@@ -125,6 +121,22 @@ def _ladder(prefix: int, sizes: list[int]) -> tuple[Cell, ...]:
     """Chunks of every size, one after the other behind a prefix that they lengthen."""
     starts = [prefix + sum(sizes[:number]) for number in range(len(sizes))]
     return tuple(Cell("prefill", ((size, start),)) for size, start in zip(sizes, starts, strict=True))
+
+
+def _levels(contexts: list[int], kv_tokens: int, sequences: int) -> dict[int, int]:
+    """Decodes a group of each context: as equal shares of the KV allow, the longest context first, one at least."""
+    if sum(contexts) > kv_tokens:
+        raise InputError(
+            f"grid.kv_tokens={kv_tokens}: no room for one decode of each context ({', '.join(map(str, contexts))}), "
+            f"use {sum(contexts)} or more, or a smaller grid.context_tokens"
+        )
+    levels: dict[int, int] = {}
+    left = kv_tokens
+    for number, context in enumerate(reversed(contexts)):
+        share = left // (len(contexts) - number)
+        levels[context] = min(sequences, max(1, share // context))
+        left -= levels[context] * context
+    return {context: levels[context] for context in contexts}
 
 
 def _prefixes(grid: Grid) -> list[int]:

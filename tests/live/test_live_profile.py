@@ -224,7 +224,7 @@ def test_errors_are_zero_on_a_law_and_printed(folder: Path):
     fitted, _, _ = fit_folder("executor", folder)
     for name in ("linear", "exchange", "head", "mixed_iterations", "pure_iterations"):
         held = fitted.errors[name]["held_out"]
-        assert held["rows"] > 0 and held["p95_pct"] <= 0.01, name
+        assert held["rows"] > 0 and held["p95_pct"] <= 0.05, name
         # Decodes grow from round to round, so whole iterations differ by what the longer context takes.
         assert fitted.errors[name]["replicates"]["p95_pct"] <= (1.0 if name.endswith("iterations") else 0.0)
     text = "\n".join(table(fitted))
