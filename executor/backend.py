@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
-from confsim.errors import InputError
 from confsim.plan import DecodeBatch, IterationPlan, PrefillChunk
-from executor.config import ExecutorConfig, Layout, Sampling
+from executor.config import Layout, Sampling
 from executor.runtime import ExecutedIteration, Runtime
 
 LAYOUT_OF_SCHEME = {"conflux": "xp", "chunked_prefill": "tp", "uniform_sp": "sp"}
@@ -64,27 +61,6 @@ class LiveBackend:
     def close(self) -> None:
         """End the ranks; harmless when repeated."""
         self.runtime.close()
-
-
-@dataclass(frozen=True)
-class LiveBackendConfig:
-    """Makes live backends for the loops of a simulation (the `create` of `backend=...`)."""
-
-    executor: ExecutorConfig
-    seed: int = 0  # of derived prompts
-
-    def create(self, cost: Any, noise: Any, tp: int, sp: int, layout: str) -> LiveBackend:
-        """Start ranks in the layout of a scheme's loop of that name, `sp` groups of `tp`.
-
-        Raises:
-            InputError: if no layout runs that scheme.
-            RankError: if a rank fails at its start.
-        """
-        kind = LAYOUT_OF_SCHEME.get(layout)
-        if kind is None:
-            raise InputError(f"scheme={layout} has no live layout: use one of {', '.join(LAYOUT_OF_SCHEME)}")
-        config = replace(self.executor, layout=Layout(kind, sp, tp))
-        return LiveBackend(Runtime.of(config).__enter__(), seed=self.seed)
 
 
 def spread_plan(plan: IterationPlan, layout: Layout) -> IterationPlan:

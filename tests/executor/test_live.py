@@ -13,8 +13,9 @@ from executor_harness import THREADS, alone, generate, tiny
 from confsim import api
 from confsim.kv import KvConfig
 from confsim.schemes.cobatch import CoBatchInstance
-from executor.backend import LiveBackendConfig, derive_tokens
+from executor.backend import derive_tokens
 from executor.config import ExecutorConfig, Layout
+from executor.live import LiveBackendConfig
 from traces.trace import SCHEMA, Trace
 
 MODEL = tiny("llama", 8, 4)
@@ -37,7 +38,7 @@ def build(scheme: str, gpus: int, tp: int, capacity_tokens: int, **keys: Any) ->
     trace = _trace()
     simulation = api.build(api.compose(overrides), trace)
     config = ExecutorConfig(MODEL, device=THREADS, kv=KvConfig(capacity_tokens=capacity_tokens))
-    return replace(simulation, model=MODEL.spec("float32"), backend=LiveBackendConfig(config))
+    return replace(simulation, model=MODEL.spec("float32"), backend=LiveBackendConfig(config, warmup_iterations=0))
 
 
 def _trace() -> Trace:
@@ -75,19 +76,20 @@ def test_schemes_run_on_real_ranks(name: str, expected: dict[int, list[int]], mo
     simulation = build(*CASES[name])
     compared = []
     tokens: dict[int, list[int]] = {}
-    original = CoBatchInstance._record
+    original = CoBatchInstance._apply
 
-    def record(self: CoBatchInstance, start_s: float, plan: Any, load: Any, timing: Any) -> None:
-        layout = self._backend.runtime.layout
+    def apply(self: CoBatchInstance, *arguments: Any) -> None:
+        done = self._backend.last  # type: ignore[attr-defined]
+        layout = self._backend.runtime.layout  # type: ignore[attr-defined]
         held = [pool.held for pool in self.kv.pools]
-        found = [timing.ranks[group * layout.tp].kv_units for group in range(layout.groups)]
+        found = [done.ranks[group * layout.tp].kv_units for group in range(layout.groups)]
         assert found == (held if len(held) > 1 else held * layout.groups)
         compared.append(sum(found))
-        for request, token in timing.tokens.items():
+        for request, token in done.tokens.items():
             tokens.setdefault(request, []).append(token)
-        original(self, start_s, plan, load, timing)
+        original(self, *arguments)
 
-    monkeypatch.setattr(CoBatchInstance, "_record", record)
+    monkeypatch.setattr(CoBatchInstance, "_apply", apply)
     result = simulation.run(check=True)
     assert tokens == expected
     assert sum(result.requests["preemptions"].to_pylist()) > 0 or name == "conflux-4"
