@@ -26,6 +26,7 @@ from analysis.sweep.session import HEARTBEAT_S, EventLog, Job, Session, Task, pr
 from confsim.configuration import input_error, one_line
 from confsim.errors import InputError
 
+INTERRUPTED = 130
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -57,6 +58,9 @@ def task(cfg: Any) -> dict[str, Any]:
     except KeyboardInterrupt:
         if inside:
             raise
+        if _is_orphan(job):  # nobody takes the answer, and the launcher's pool would wait for more work
+            log.close()
+            os._exit(INTERRUPTED)
     except DiskFull:
         full = True
         session.stop()
@@ -79,8 +83,7 @@ def heartbeat(session: Session, job: Job, log: EventLog) -> Iterator[None]:
     def beat() -> None:
         while not over.wait(HEARTBEAT_S):
             log.touch()
-            host, pid = job.owner or ("", 0)
-            if session.stopped or (host == socket.gethostname() and not process_lives(pid)):
+            if session.stopped or _is_orphan(job):
                 if not over.is_set():
                     _thread.interrupt_main()
                 return
@@ -91,6 +94,12 @@ def heartbeat(session: Session, job: Job, log: EventLog) -> Iterator[None]:
         yield
     finally:
         over.set()
+
+
+def _is_orphan(job: Job) -> bool:
+    """Whether the process that started the sweep on this machine is gone."""
+    host, pid = job.owner or ("", 0)
+    return host == socket.gethostname() and not process_lives(pid)
 
 
 class Worker:

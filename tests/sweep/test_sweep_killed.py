@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 from sweep_harness import TROUBLE
 
-from analysis.sweep.folder import is_complete
+from analysis.sweep.folder import TABLE, is_complete, read_plan
 
 Start = Callable[..., "subprocess.Popen[str]"]
 SLOW = [*TROUBLE, "++trace.seconds=0.3"]
@@ -78,8 +78,8 @@ def test_h3_a_killed_sweep_resumes_to_the_same_bytes(tmp_path: Path, confsim_pro
     assert {path: path.stat().st_mtime_ns for path in before} == before
     names = sorted(str(path.relative_to(tmp_path / "whole")) for path in (tmp_path / "whole").rglob("*"))
     assert sorted(str(path.relative_to(tmp_path / "killed")) for path in (tmp_path / "killed").rglob("*")) == names
-    for name in ("results.parquet", "sweep.json"):
-        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert (tmp_path / "killed" / TABLE).read_bytes() == (tmp_path / "whole" / TABLE).read_bytes()
+    assert read_plan(tmp_path / "killed")["runs"] == read_plan(tmp_path / "whole")["runs"]  # type: ignore[index]
     for path in (tmp_path / "whole" / "runs").rglob("*.parquet"):
         assert (tmp_path / "killed" / path.relative_to(tmp_path / "whole")).read_bytes() == path.read_bytes()
 
