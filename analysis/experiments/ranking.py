@@ -140,8 +140,8 @@ def _introduction(page: Section, settings: Settings, results: Results) -> None:
         f"and scaled to the rate; goodput to {settings.tolerance:.0%}. Every baseline runs first come first served and "
         "then shortest remaining prefill first; Conflux first come first served and then with its deadline order. "
         "Prefix reuse is off except where it is named. In brackets: attainment without load, where it is below 100%; "
-        "`0` with an attainment below 95% is structural, no rate can meet it. The last row divides the better Conflux "
-        "by the best baseline."
+        "`0` with an attainment below 95% is structural, no rate can meet it; a dash marks a "
+        "scheme that cannot run there. The last row divides the better Conflux by the best baseline."
     )
 
 
@@ -164,6 +164,8 @@ def _variant(results: Results, key: str, condition: str) -> dict[str, Any]:
 
 
 def _entry(variant: dict[str, Any]) -> str:
+    if "refused" in variant:
+        return "–"
     zero = variant["zero_load"]
     text = "0" if not variant["goodput"] else f"{variant['goodput']:.3g}"
     return text if zero == 1.0 else f"{text} ({zero:.0%})"

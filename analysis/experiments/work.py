@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from analysis.cases import SchemeCase, scheme_cases
 from analysis.compare import latency_error
 from analysis.experiments.base import Cell
-from analysis.goodput import Probe, Search, SearchSettings, Task, search
+from analysis.goodput import Probe, Search, SearchSettings, Task
 from analysis.premise import Lengths, gpus_needed
 from analysis.runner import ZERO_LOAD_RATE, sample_by_length
 from confsim import api
@@ -25,6 +25,8 @@ from traces.trace import Trace
 
 KEPT = ("prefill_s", "prefills_per_s", "iterations", "max_gap_s", "tbt_met", "breakdown_s", "attention_stage_s")
 KEPT += ("linear_stage_s", "iteration_s", "groups", "tokens_per_group", "preemptions", "warnings")
+NOISE = "noise"  # an override that stands for noise at the held-out error
+Pair = tuple[dict[str, Any], dict[str, Any]]  # values of a candidate, and its configuration
 STATISTICS = ("ttft_s", "gap_s", "tpot_s")
 MIN_RATE, MAX_RATE = 0.05, 1000.0  # req/s; a goodput below the first counts as 0
 NOISY_MARGINS = (0.3, 0.2, 0.1, 0.0)  # of slo.margin, the likeliest first: the others then cost a probe each
@@ -127,15 +129,21 @@ class Lane:
 
     def run(self) -> dict[str, Any]:
         """The result of each variant by name, and what was replayed."""
-        found: dict[str, Any] = {}
+        case = self._case()
         compiled: dict[Any, Any] = {}
+        found: dict[str, Any] = {}
         base: dict[str, Any] | None = None
         for name, overrides in self.variants.items():
-            found[name] = _Condition(self, overrides, compiled, base).result()
+            found[name] = _Condition(self, case, overrides, compiled, base).result()
             base = base or found[name]
         trace = self.replayed(False)
         label = trace.provenance.get("label") or trace.provenance.get("name")
         return {"variants": found, "trace": str(label), "requests": len(trace)}
+
+    def _case(self) -> SchemeCase:
+        own = [f"++per_scheme.{self.scheme}.{key}={value}" for key, value in self.options.items()]
+        words = [*self.trace, f"schemes=[{self.scheme}]", *own, *self.overrides]
+        return scheme_cases(api.compose(words, command="goodput"))[0]
 
     def replayed(self, block_ids: bool) -> Trace:
         """The slice that this lane replays."""
@@ -144,37 +152,31 @@ class Lane:
 
 
 class _Condition:
-    """One variant of a lane."""
+    """One variant of a lane: the scheme's candidates under its overrides."""
 
     def __init__(
-        self, lane: Lane, overrides: Sequence[str], compiled: dict[Any, Any], base: dict[str, Any] | None
+        self,
+        lane: Lane,
+        case: SchemeCase,
+        overrides: Sequence[str],
+        compiled: dict[Any, Any],
+        base: dict[str, Any] | None,
     ) -> None:
         self.lane = lane
         self.compiled = compiled
         self.base = base
-        self.noisy = "noise" in overrides
-        own = [f"++per_scheme.{lane.scheme}.{key}={value}" for key, value in lane.options.items()]
-        words = [*lane.trace, f"schemes=[{lane.scheme}]", *own, *lane.overrides]
-        keys = api.compose([f"scheme={lane.scheme}"]).scheme
-        words += [word for word in overrides if word != "noise" and _applies(word, keys)]
-        self.case = self._case(words)
-        self.trace = lane.replayed(bool(self.case.configs[0]["kv"]["prefix_cache"]))
+        words = [word for word in overrides if word != NOISE]
+        pairs = [(values, overridden(config, words)) for values, config in _pairs(case)]
+        if base is not None:  # what is best there comes first: the others then cost a probe each
+            pairs.sort(key=lambda pair: pair[0] != base["chosen"])
+        self.pairs = self._with_noise(pairs) if NOISE in overrides else pairs
+        self.trace = lane.replayed(bool(pairs[0][1]["kv"]["prefix_cache"]))
         self._simulations: dict[int, Any] = {}
 
-    def _case(self, words: list[str]) -> SchemeCase:
-        """The scheme's candidates, with what is best in the base first: others then cost a probe each."""
-        case = scheme_cases(api.compose(words, command="goodput"))[0]
-        pairs = list(zip(case.candidates, case.configs, strict=True))
-        if self.base is not None:
-            pairs.sort(key=lambda pair: pair[0] != self.base["chosen"])  # type: ignore[index]
-        if self.noisy:
-            pairs = self._with_noise(pairs)
-        return replace(case, candidates=tuple(p[0] for p in pairs), configs=tuple(p[1] for p in pairs))
-
-    def _with_noise(self, pairs: list[Any]) -> list[Any]:
+    def _with_noise(self, pairs: list[Pair]) -> list[Pair]:
         """All candidates with noise, the best of them with several margins."""
-        summary = _build(pairs[0][1], self.lane.replayed(False), self.compiled)
-        described = summary.latency.describe(summary.model, summary.gpu)
+        simulation = _build(pairs[0][1], self.lane.replayed(False), self.compiled)
+        described = simulation.latency.describe(simulation.model, simulation.gpu)
         error = latency_error({"provenance": {"latency": described}})
         noisy = [(values, _with(config, "latency", noise=error)) for values, config in pairs]
         values, config = noisy[0]
@@ -183,16 +185,17 @@ class _Condition:
 
     def result(self) -> dict[str, Any]:
         """Goodput, what was chosen for it, why requests miss above it, and attainment without load."""
-        zero = self._zero_load()
-        target = float(self.case.configs[0]["slo"]["attainment"])
         found = self._search()
+        if not found.runnable:
+            return {"goodput": 0.0, "chosen": {}, "zero_load": 0.0, "refused": found.candidates[0].refused}
         curve = found.curve
         failure = curve.lowest_failure
+        zero = self._zero_load(found.runnable)
         out: dict[str, Any] = {
             "goodput": curve.goodput,
-            "chosen": self.case.candidates[found.best],
+            "chosen": self.pairs[found.best][0],
             "zero_load": zero,
-            "structural": curve.goodput == 0 and zero < target,
+            "structural": curve.goodput == 0 and zero < float(self.pairs[0][1]["slo"]["attainment"]),
             "missed_by": curve[failure].missed_by if failure is not None else {},
             "monotone": not curve.passes_above_failure,
             "probes": sum(len(candidate.curve) for candidate in found.candidates),
@@ -205,11 +208,20 @@ class _Condition:
         start = self.base["goodput"] if self.base is not None and self.base["goodput"] else 2.0
         step = 1.25 if self.base is not None and self.base["goodput"] else 2.0
         settings = SearchSettings(self.lane.tolerance, MIN_RATE, MAX_RATE, start, probes_per_round=1, step=step)
-        return search(self._probe, settings, self.case.candidates)
+        state = Search([values for values, _ in self.pairs], settings)
+        tasks = state.round()
+        while tasks:
+            for task in tasks:
+                try:
+                    state.add(task, self._probe(task))
+                except InputError as error:
+                    state.refuse(task, str(error))
+            tasks = state.round()
+        return state
 
     def _simulation(self, candidate: int) -> Any:
         if candidate not in self._simulations:
-            self._simulations[candidate] = _build(self.case.configs[candidate], self.trace, self.compiled)
+            self._simulations[candidate] = _build(self.pairs[candidate][1], self.trace, self.compiled)
         return self._simulations[candidate]
 
     def _probe(self, task: Task) -> Probe:
@@ -218,11 +230,11 @@ class _Condition:
         missed = {reason: count for reason, count in result.summary["missed_by"].items() if count}
         return Probe(task.rate, passed, low, high, early, missed)
 
-    def _zero_load(self) -> float:
+    def _zero_load(self, candidates: Sequence[int]) -> float:
         """The best attainment without load that a candidate reaches."""
         sample = sample_by_length(self.trace, self.lane.zero_load_requests)
         best = 0.0
-        for candidate in range(len(self.case.configs)):
+        for candidate in candidates:
             simulation = replace(self._simulation(candidate), trace=sample, arrivals=Poisson())
             best = max(best, float(simulation.run(rate=ZERO_LOAD_RATE).summary["attainment"]))
             if best == 1.0:
@@ -236,10 +248,20 @@ class _Condition:
         return {**out, "tpot_mean_s": mean_tpot, "utilisation": summary["utilisation"]}
 
 
-def _applies(word: str, keys: Any) -> bool:
-    """Whether a scheme has the option that an override is about; one that does not is not asked."""
-    key = word.partition("=")[0]
-    return not key.startswith("scheme.") or key.removeprefix("scheme.") in keys
+def _pairs(case: SchemeCase) -> list[Pair]:
+    return list(zip(case.candidates, case.configs, strict=True))
+
+
+def overridden(config: dict[str, Any], words: Sequence[str]) -> dict[str, Any]:
+    """A configuration with `group.key=value` words applied; an option that the scheme does not have is left out."""
+    from omegaconf import OmegaConf
+
+    for word in words:
+        group, _, rest = word.partition(".")
+        key, _, value = rest.partition("=")
+        if group != "scheme" or key in config["scheme"]:
+            config = _with(config, group, **{key: OmegaConf.from_dotlist([f"{key}={value}"])[key]})
+    return config
 
 
 def _build(config: dict[str, Any], trace: Trace, compiled: dict[Any, Any]) -> Any:
@@ -250,6 +272,3 @@ def _build(config: dict[str, Any], trace: Trace, compiled: dict[Any, Any]) -> An
 
 def _with(config: dict[str, Any], group: str, **values: Any) -> dict[str, Any]:
     return {**config, group: {**config[group], **values}}
-
-
-Compute = Callable[[Cell], dict[str, Any]]
