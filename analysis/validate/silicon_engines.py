@@ -1,6 +1,6 @@
 """What ran behind the measured rows: each engine's scheduling rules, its load, and a replay of one row.
 
-Everything here is known from outside the measurements, but for `Constants` and two choices named below, which the rows
+Everything here is known from outside the measurements, but for `Constants` and the choices named below, which the rows
 that choose the constants decide.
 
 - Qwen3-32B rows come from aiconfigurator's own benchmark: genai-perf with `concurrency` requests in flight, ten times
@@ -12,6 +12,10 @@ that choose the constants decide.
   `kv-cache-dtype: fp8`; the launch command in an earlier README does not. On the H100 the rows of TP 4 that choose the
   constants lie closer to KV in bfloat16 (loss 0.37 against 0.91), so that is replayed; the H200, which has no such
   rows, follows its script.
+- genai-perf's requests do not reach an engine at once: `Client` sends the first ones 10 ms apart, and a request takes
+  4 ms and 2 us a prompt token (exponentially distributed) to be sent, tokenised and queued. These values are from a
+  coarse grid, by the loss on the rows of TP 4 of both engines: what matters is that arrivals neither coincide nor miss
+  an iteration all together. InferenceMAX's client is replayed without.
 - SGLang's batches are whole prompts up to its default `max_prefill_tokens`. With chunks of 8,192 tokens, the default
   where chunking is on, the rows of TP 4 lie further off (loss 0.85 against 0.62).
 """
@@ -42,6 +46,8 @@ from confsim.schemes.chunked_prefill import ChunkedPrefill
 from confsim.slo import Slo
 from confsim.specs import ClusterSpec, GpuSpec, ModelSpec
 from traces.arrivals import ClosedLoop
+from traces.arrivals.base import Arrivals
+from traces.load import Load
 from traces.synthesis import FixedTrace
 from traces.trace import Trace
 
@@ -76,7 +82,38 @@ class Engine:
     scheme: Callable[[Measured], ChunkedPrefill]
     lengths: Callable[[Measured], tuple[Ints, Ints]]
     admission: str
+    client: Client | ClosedLoop
     describe: str
+
+
+@dataclass(frozen=True)
+class Client(Arrivals):
+    """Closed loops side by side, each sending its next request when its last one has ended.
+
+    Loop k's first request reaches the engine after `k * ramp_s`, a later one `base_s + token_s * prompt tokens` after
+    it is sent, in the mean of an exponential distribution.
+    """
+
+    concurrency: int = 1
+    ramp_s: float = 0.0
+    base_s: float = 0.0
+    token_s: float = 0.0
+
+    mode = "closed_loop"
+
+    def check(self, rate: float | None) -> None:
+        """A closed loop takes no rate; nobody gives one here."""
+
+    def apply(self, trace: Trace, rate: float | None, seed: int) -> Load:
+        """The load: `think_s` is each request's way to the engine."""
+        rows = np.arange(len(trace))
+        mean_s = self.base_s + self.token_s * trace.table["prompt_tokens"].to_numpy()
+        think_s = np.random.default_rng([seed, 0x51]).standard_exponential(len(trace)) * mean_s
+        first = rows < self.concurrency
+        think_s[first] = 0.0
+        parents = np.where(first, -1, rows - self.concurrency)
+        start_s = np.where(first, rows * self.ramp_s, 0.0)
+        return Load(trace, start_s, self.mode, None, think_s=think_s, parent_row=parents)
 
 
 def _fixed_lengths(row: Measured) -> tuple[Ints, Ints]:
@@ -120,25 +157,31 @@ def _sglang(row: Measured) -> ChunkedPrefill:
     return _scheme(row, prompts * row.prompt_tokens, prefill_first=True)
 
 
+GENAI_PERF = Client(ramp_s=0.010, base_s=0.004, token_s=2e-6)
 ENGINES = {
     "vllm 0.12.0": Engine(
         _vllm,
         _fixed_lengths,
         "step",
+        GENAI_PERF,
         "decodes first, prompts in chunks up to concurrency + prompt + 1,500 tokens an iteration; KV as needed, "
-        "preempted requests are recomputed; 10 requests of one size for each in flight, the first ones all at once",
+        "preempted requests are recomputed; 10 requests of one size for each in flight, the first ones "
+        "10 ms apart, later ones 4 ms and 2 us a prompt token on their way",
     ),
     "sglang 0.5.1": Engine(
         _sglang,
         _fixed_lengths,
         "prompt",
+        GENAI_PERF,
         "prompts first (decodes pause), whole ones up to 16,383 tokens a batch; KV of the whole prompt to start; "
-        "10 requests of one size for each in flight, the first ones all at once",
+        "10 requests of one size for each in flight, the first ones "
+        "10 ms apart, later ones 4 ms and 2 us a prompt token on their way",
     ),
     "vllm fp8": Engine(
         _vllm_fp8,
         _drawn_lengths,
         "step",
+        ClosedLoop(),
         "decodes first, prompts in chunks up to 8,192 tokens an iteration; KV as needed (bfloat16 on the H100, fp8 on "
         "the H200), preempted requests are recomputed; 10 requests for each in flight, lengths uniform from 80% to "
         "100% of the nominal ones",
@@ -240,16 +283,21 @@ class Bench:
 
     def replay(self, row: Measured, constants: Constants) -> Predicted:
         """One row under the engine's rules."""
-        result = self.simulation(row, constants).run()
+        simulation = self.simulation(row, constants)
+        load = simulation.arrivals.apply(simulation.trace, None, simulation.seed)
+        result = simulation.replay(load)
         ttft_s, tpot_s = (np.nanmean(result.requests[name].to_numpy()) for name in ("ttft_s", "tpot_s"))
-        return Predicted(float(ttft_s), float(tpot_s), int(np.sum(result.requests["preemptions"].to_numpy())))
+        sending_s = 0.0 if load.think_s is None else float(np.mean(load.think_s))
+        return Predicted(
+            float(ttft_s) + sending_s, float(tpot_s), int(np.sum(result.requests["preemptions"].to_numpy()))
+        )
 
     def simulation(self, row: Measured, constants: Constants) -> Simulation:
         """The simulation that replays a row."""
         engine = ENGINES[self.family.engine]
         return Simulation(
             trace=_trace(*engine.lengths(row)),
-            arrivals=ClosedLoop(concurrency=row.concurrency),
+            arrivals=replace(engine.client, concurrency=row.concurrency),
             model=self.model,
             gpu=self.gpu,
             cluster=ClusterSpec(row.tp, row.tp),
