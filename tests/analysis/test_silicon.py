@@ -124,6 +124,22 @@ def test_drawn_lengths_are_those_of_the_benchmark() -> None:
     np.testing.assert_array_equal(prompts, again)
 
 
+def test_the_client_keeps_its_loops_and_its_seed() -> None:
+    used = bench("qwen_vllm")
+    simulation = used.simulation(Measured("x", 1024, 16, 4, 4, 1.0, 0.01), VLLM)
+    load = simulation.arrivals.apply(simulation.trace, None, 0)
+    assert load.parent_row is not None and load.think_s is not None
+    assert load.parent_row[:6].tolist() == [-1, -1, -1, -1, 0, 1]
+    assert load.arrival_s[:4].tolist() == pytest.approx([0.0, 0.01, 0.02, 0.03])
+    assert load.think_s[:4].max() == 0.0 and load.think_s[4:].mean() == pytest.approx(0.006, rel=0.5)
+    np.testing.assert_array_equal(load.think_s, simulation.arrivals.apply(simulation.trace, None, 0).think_s)
+    requests = simulation.replay(load, check=True).requests
+    assert requests["status"].to_pylist() == ["completed"] * 40
+    row = dict(zip(requests["request_id"].to_pylist(), requests["arrival_s"].to_pylist(), strict=True))
+    end = dict(zip(requests["request_id"].to_pylist(), requests["finish_s"].to_pylist(), strict=True))
+    assert all(row[i] == pytest.approx(end[i - 4] + load.think_s[i]) for i in range(4, 40))
+
+
 def test_constants_enter_the_tables_where_they_should() -> None:
     used = bench("qwen_vllm")
     row = Measured("x", 1024, 128, 8, 4, 1.0, 0.01)
