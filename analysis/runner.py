@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from analysis.goodput import Probe
+from analysis.sweep.identity import Identifier
+from confsim.cache import cached_json
 from confsim.errors import InputError
 from confsim.provenance import digest
 from traces.trace import Trace
@@ -72,6 +74,7 @@ class Runner:
         self._cases = list(cases)
         self._traces: dict[str, Trace] = {}
         self._simulations: dict[tuple[int, float], Any] = {}
+        self._identities: dict[int, str] = {}
 
     def __call__(self, job: Job) -> Any:
         """A `Probe`, `FullRun` or `ZeroLoad`, by the kind of the job; or a `Refusal` where the job allows one.
@@ -87,6 +90,18 @@ class Runner:
             return Refusal(str(error))
 
     def _run(self, job: Job) -> Any:
+        """The outcome, from the disk cache where the same run was made before (a killed search goes on like that)."""
+        if job.folder is not None or not self._cases[job.case].get("cache", True):
+            return self._fresh(job)
+        parts = [self._identity(job.case), job.kind, job.rate, job.latency_factor, job.requests]
+        return _outcome(cached_json("probes", parts, lambda: _plain(self._fresh(job))))
+
+    def _identity(self, case: int) -> str:
+        if case not in self._identities:
+            self._identities[case] = Identifier()("goodput", self._cases[case]).id
+        return self._identities[case]
+
+    def _fresh(self, job: Job) -> Any:
         if job.kind == "zero":
             return self._zero_load(job)
         rate = job.rate * job.latency_factor
@@ -134,6 +149,23 @@ class Runner:
         cfg = {**self._cases[job.case], "arrivals": _poisson()}
         result = api.build(_config(cfg), sample).run(rate=ZERO_LOAD_RATE)
         return ZeroLoad(float(result.summary["attainment"]), len(sample), len(trace), result.summary)
+
+
+def _plain(outcome: Probe | FullRun | ZeroLoad) -> dict[str, Any]:
+    """An outcome as plain JSON data."""
+    if isinstance(outcome, Probe):
+        return {"kind": "probe", "probe": outcome.to_json()}
+    if isinstance(outcome, FullRun):
+        return {"kind": "full", "probe": outcome.probe.to_json(), "summary": outcome.summary}
+    return {"kind": "zero", **outcome.to_json(), "summary": outcome.summary}
+
+
+def _outcome(data: dict[str, Any]) -> Probe | FullRun | ZeroLoad:
+    """The outcome that `_plain` was made of."""
+    if data["kind"] == "zero":
+        return ZeroLoad(data["attainment"], data["requests"], data["of"], data["summary"])
+    probe = Probe(**data["probe"])
+    return probe if data["kind"] == "probe" else FullRun(probe, data["summary"])
 
 
 def scaled(case: dict[str, Any], factor: float) -> dict[str, Any]:

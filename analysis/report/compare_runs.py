@@ -15,7 +15,7 @@ IDENTITY = {  # keys of a provenance that ought to agree, and how to name them
     "profile_hash": "latency profiles",
     "versions": "package versions",
 }
-QUIET_KEYS = ("output.", "goodput.workers", "quiet")  # settings that no result depends on
+QUIET_KEYS = ("output.", "goodput.workers", "quiet", "cache", "resume", "sweep.")  # settings that no result depends on
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ SMALL = [
     "arrivals=poisson",
     "goodput.tolerance=0.1",
     "goodput.zero_load_requests=8",
+    "cache=false",  # every search makes its own probes
 ]
 
 
