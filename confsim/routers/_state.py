@@ -56,10 +56,11 @@ class Backlog:
                 keep * seconds + request.first_token_s - request.arrival_s,
             )
 
-    def first_token_s(self, new_tokens: int) -> float:
-        """Predicted seconds to the first token of a prompt with so many new tokens; 0 before anything is known."""
+    @property
+    def pace_s(self) -> float | None:
+        """Seconds to a first token for each new token ahead of it, waiting included; None before one has come."""
         tokens, seconds = self._learned
-        return (self.tokens + new_tokens) * seconds / tokens if tokens > 0 else 0.0
+        return seconds / tokens if tokens > 0 else None
 
 
 def _is_over(request: Request) -> bool:
@@ -121,6 +122,19 @@ class View:
             backlog.settle()
         cached = self._prefixes.cached_tokens(request, len(targets))
         return [request.prompt_tokens - tokens for tokens in cached]
+
+    def expected_s(self, new_tokens: Sequence[int]) -> list[float]:
+        """Seconds until each target would emit the first token; 0 everywhere before any has emitted one.
+
+        A target that has not emitted any yet is taken to be as fast as the others are on average.
+        """
+        paces = [backlog.pace_s for backlog in self.backlogs]
+        known = [pace for pace in paces if pace is not None]
+        usual = sum(known) / len(known) if known else 0.0
+        return [
+            (backlog.tokens + own) * (usual if pace is None else pace)
+            for backlog, own, pace in zip(self.backlogs, new_tokens, paces, strict=True)
+        ]
 
     def send(self, request: Request, target: int, new_tokens: int) -> int:
         """Note where a request goes; returns the target."""

@@ -23,10 +23,11 @@ class Router:
     def choose(self, request: Request, targets: Sequence[Target]) -> int:
         """The target for a request."""
         new = self._view.new_tokens(request, targets)
-        expected_s = [backlog.first_token_s(own) for backlog, own in zip(self._view.backlogs, new, strict=True)]
+        expected_s = self._view.expected_s(new)
+        backlogs = self._view.backlogs
         in_time = [index for index in range(len(targets)) if expected_s[index] <= request.ttft_limit_s]
         if in_time:
-            chosen = min(in_time, key=lambda i: (expected_s[i], targets[i].outstanding_requests, i))
+            chosen = min(in_time, key=lambda i: (expected_s[i], backlogs[i].tokens, targets[i].outstanding_requests, i))
         else:
-            chosen = max(range(len(targets)), key=lambda i: (self._view.backlogs[i].tokens, -i))
+            chosen = max(range(len(targets)), key=lambda i: (backlogs[i].tokens, -i))
         return self._view.send(request, chosen, new[chosen])
