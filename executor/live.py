@@ -17,7 +17,7 @@ from confsim.request import Request
 from confsim.schemes.cost import CoBatchCost, in_turn
 from confsim.specs import ClusterSpec
 from executor.backend import LAYOUT_OF_SCHEME, LiveBackend
-from executor.config import ExecutorConfig, Layout
+from executor.config import Device, ExecutorConfig, Layout
 from executor.parts import parts_of
 from executor.probe import Ranks, warm_up
 from executor.runtime import ExecutedIteration, Runtime
@@ -88,7 +88,9 @@ class LiveRun:
         """
         kind = LAYOUT_OF_SCHEME.get(layout)
         if kind is None or not isinstance(cost, CoBatchCost):
-            raise InputError(f"scheme={layout.split('/')[0]} has no live layout: use one of {', '.join(LAYOUT_OF_SCHEME)}")
+            raise InputError(
+                f"scheme={layout.split('/')[0]} has no live layout: use one of {', '.join(LAYOUT_OF_SCHEME)}"
+            )
         if self.loop is not None:
             raise InputError("cluster.instances: backend=live drives one instance, set it to 1")
         _refuse_ablations(cost, kind)
@@ -98,7 +100,7 @@ class LiveRun:
         except BaseException:
             ranks.close()
             raise
-        _describe_ranks(cost, ranks.layout, self.config.executor.device.overlap)
+        _describe_ranks(cost, ranks.layout, self.config.executor.device)
         self.loop = LiveLoop(ranks, cost, self._now_s, self.config)
         return self.loop
 
@@ -131,11 +133,16 @@ def _refuse_ablations(cost: CoBatchCost, kind: str) -> None:
         raise InputError("scheme.spread_decode=true has no live layout: use scheme=uniform_sp")
 
 
-def _describe_ranks(cost: CoBatchCost, layout: Layout, overlap: str) -> None:
-    """Have the planner price what these ranks do: host time is exposed, and paths may run in turn."""
+def _describe_ranks(cost: CoBatchCost, layout: Layout, device: Device) -> None:
+    """Have the planner price what these ranks do.
+
+    Their host time is exposed, attention paths may run in turn, and on CPU the rank itself moves the KV.
+    """
     cost.async_schedule = False
-    if overlap == "turn" or layout.kind != "xp":
+    if device.overlap == "turn" or layout.kind != "xp":
         cost.stage = in_turn
+    if device.kind == "cpu" and layout.kind == "xp":
+        cost.overlap_transfer = False
 
 
 @dataclass

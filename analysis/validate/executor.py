@@ -97,6 +97,8 @@ def live_config(overrides: Sequence[str]) -> DictConfig:
         cfg.scheme.async_schedule = False  # the ranks' host time is in series with their work
     if "overlap" in cfg.scheme and OmegaConf.select(cfg, "executor.device.overlap") == "turn":
         cfg.scheme.overlap = False
+    if "overlap_transfer" in cfg.scheme and OmegaConf.select(cfg, "executor.device.kind") == "cpu":
+        cfg.scheme.overlap_transfer = False  # on CPU the rank itself moves the KV
     return cfg
 
 

@@ -26,6 +26,7 @@ class Planned(NamedTuple):
     attention_s: float = 0.0
     firsts: int = 0  # last chunks, whose prompts emit a token
     chunks: int = 0
+    transfer_s: float = 0.0  # of the last chunks' KV, where it lengthens the iteration
 
 
 class DecodeLoad(NamedTuple):
@@ -69,6 +70,7 @@ class CoBatchCost:
     `spread` is set where decodes are spread over the groups like prefill: the latency model of all GPUs as one head
     split, which gives their attention. `co_batch` false runs the linear layers of the two phases one after the other.
     With `joint_exchange` the spread decodes share the all-to-alls of prefill instead of paying for their own.
+    `overlap_transfer` false: moving a prompt's KV lengthens the iteration of its last chunk.
     """
 
     latency: LatencyModel
@@ -77,6 +79,7 @@ class CoBatchCost:
     async_schedule: bool = True
     spread: LatencyModel | None = None
     joint_exchange: bool = False
+    overlap_transfer: bool = True
     slower_overlaps: int = 0  # iterations in which overlap was slower than running the paths in turn
     _load_key: list[tuple[int, int]] = field(default_factory=list)
     _load: DecodeLoad = NO_DECODES
@@ -144,6 +147,9 @@ class CoBatchCost:
         before, before_s = planned.tokens, planned.attention_s
         head_s = latency.head_s(load.peak + planned.firsts)
         last_head_s = latency.head_s(load.peak + planned.firsts + 1)
+        if not self.overlap_transfer:
+            head_s += planned.transfer_s
+            last_head_s += max(planned.transfer_s, latency.kv_transfer_s(request.target_tokens))
         overhead_s = latency.overhead_s(load.total + planned.chunks + 1)
         hidden, joint = self.async_schedule, self.joint_exchange
         apart_s = 0.0 if co_batch else latency.linear_s(load.peak)
@@ -190,6 +196,8 @@ class CoBatchCost:
         gpu_s = linear_s + stage_s + head_s
         overhead_s = self.exposed_s(load.total + len(plan.prefill), gpu_s)
         duration_s = gpu_s + overhead_s
+        if not self.overlap_transfer:
+            duration_s, transfer_s = duration_s + transfer_s, 0.0
         return IterationTiming(
             duration_s,
             linear_s,

@@ -89,6 +89,9 @@ class Fill:
             before.attention_s + self._cost.latency.prefill_attention_s(tokens, request.prefilled),
             before.firsts + last,
             before.chunks + 1,
+            max(before.transfer_s, self._cost.latency.kv_transfer_s(request.target_tokens))
+            if last and not self._cost.overlap_transfer
+            else before.transfer_s,
         )
         self.room -= tokens
 

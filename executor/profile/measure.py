@@ -83,6 +83,8 @@ class Measurer:
         group = self._turn % self.ranks.layout.groups
         sizes = (tokens for tokens, _ in cell.chunks)
         chunks = [(request, tokens, group) for request, tokens in zip(requests, sizes, strict=True)]
+        if cell.part == "decode":
+            self.probe.run((), decode)  # decodes mostly follow the same decodes: measure the second of two
         context = max((sum(map(self.probe.context, members)) for members in decode), default=0)
         return self._row(cell, self.probe.run(chunks, decode), context)
 

@@ -12,19 +12,21 @@ CPU = {"chunk_tokens": 1024, "prefix_tokens": 2048, "context_tokens": 1024, "seq
 GPU = {"chunk_tokens": 8192, "prefix_tokens": 32768, "context_tokens": 32768, "sequences": 64, "kv_tokens": 262144}
 BUDGET_S = {"cpu": 45.0, "cuda": 540.0}
 LEAST_CONTEXT = 16
+FINE_FROM = 16  # tokens of a chunk from which sizes double
 
 
 @dataclass(frozen=True)
 class Grid:
     """How far and how often to measure; None takes what suits the device.
 
-    Sizes double from `least_chunk_tokens` to `chunk_tokens` (over all groups) and quadruple from 16 to
-    `context_tokens` (of a decode); `prefix_tokens` is the longest cached prefix, `sequences` the most decodes of a
-    group, `kv_tokens` the KV of a group that decodes may take together. Each cell is measured once a round.
+    Chunks quadruple from `least_chunk_tokens` to 16 and double from there to `chunk_tokens` (over all groups);
+    contexts of decodes quadruple from 16 to `context_tokens`; `prefix_tokens` is the longest cached prefix,
+    `sequences` the most decodes of a group, `kv_tokens` the KV of a group that decodes may take together. Each cell is
+    measured once a round.
     """
 
     chunk_tokens: int | None = None
-    least_chunk_tokens: int = 16
+    least_chunk_tokens: int = 1
     prefix_tokens: int | None = None
     context_tokens: int | None = None
     sequences: int | None = None
@@ -99,10 +101,10 @@ def make_plan(grid: Grid, layout: Layout, overlaps: bool) -> Plan:
         InputError: if the KV has no room for one decode of each context.
     """
     assert grid.chunk_tokens and grid.prefix_tokens and grid.context_tokens and grid.sequences and grid.kv_tokens
-    sizes = _steps(max(grid.least_chunk_tokens, layout.groups), grid.chunk_tokens, 2)
+    sizes = _sizes(grid.least_chunk_tokens, grid.chunk_tokens)
     contexts = _steps(min(LEAST_CONTEXT, grid.context_tokens), grid.context_tokens, 4)
     # Contexts grow by a token whenever a decode is measured.
-    growth = grid.rounds * (grid.sequences.bit_length() + 8)
+    growth = 2 * (grid.rounds + 1) * (grid.sequences.bit_length() + 8)
     levels = _levels(contexts, grid.kv_tokens, grid.sequences)
     ladders = [_ladder(prefix, sizes) for prefix in _prefixes(grid)]
     cells = [Cell("prefill", ((size, 0),)) for size in sizes]
@@ -110,8 +112,9 @@ def make_plan(grid: Grid, layout: Layout, overlaps: bool) -> Plan:
         Cell("decode", level=level, sequences=count) for level, most in levels.items() for count in _steps(1, most, 2)
     ]
     cells += [Cell("transfer", ((size, 0),), last=True) for size in sizes[::2]] if layout.migrates else []
-    cells += _both("pair", sizes, levels, shift=1) if overlaps else []
-    cells += _both("mixed", sizes, levels, shift=0)
+    large = [size for size in sizes if size >= FINE_FROM] or sizes
+    cells += _both("pair", large, levels, shift=1) if overlaps else []
+    cells += _both("mixed", large, levels, shift=0)
     tokens = sum(count * (level + growth + 16) for level, count in levels.items())
     prompts = grid.prefix_tokens + 3 * grid.chunk_tokens + 64
     return Plan((*((cell,) for cell in cells), *ladders), levels, _up(tokens + 2 * prompts, 64))
@@ -121,6 +124,11 @@ def _ladder(prefix: int, sizes: list[int]) -> tuple[Cell, ...]:
     """Chunks of every size, one after the other behind a prefix that they lengthen."""
     starts = [prefix + sum(sizes[:number]) for number in range(len(sizes))]
     return tuple(Cell("prefill", ((size, start),)) for size, start in zip(sizes, starts, strict=True))
+
+
+def _sizes(least: int, most: int) -> list[int]:
+    small = _steps(least, min(most, FINE_FROM), 4) if least < FINE_FROM else []
+    return sorted({*small, *_steps(max(least, min(most, FINE_FROM)), most, 2)})
 
 
 def _levels(contexts: list[int], kv_tokens: int, sequences: int) -> dict[int, int]:

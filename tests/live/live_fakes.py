@@ -47,8 +47,8 @@ LAW: dict[str, float] = {
     "head_token_s": 7e-6,
     "iteration_overhead_s": 4e-4,
     "sequence_overhead_s": 13e-6,
-    "transfer_base_s": 1e-5,
-    "transfer_token_s": 1e-7,
+    "transfer_base_s": 0.0,
+    "transfer_token_s": 2e-6,
 }
 
 Factor = Callable[[int], float]  # of an iteration's time, by its number
@@ -94,7 +94,7 @@ class FakeRanks:
         stages = self._stages(plan)
         factor = self.factor(number)
         stages = {name: seconds * factor for name, seconds in stages.items()}
-        duration_s = sum(stages.values()) - stages["transfer"]  # moving KV overlaps with all else
+        duration_s = sum(stages.values())
         tokens = {r: r % self.model.vocab_size for batch in plan.decode for r in batch.members}
         tokens |= {c.request.id: c.request.id % self.model.vocab_size for c in plan.prefill if c.last}
         reports = [
@@ -121,14 +121,17 @@ class FakeRanks:
         counts = [batch.count for batch in plan.decode] or [0] * groups
         shards = plan.shards(groups)
         firsts = sum(chunk.last for chunk in plan.prefill)
-        moved = [chunk.start + chunk.tokens for chunk in plan.prefill if chunk.group >= 0]
+        moved: dict[int, int] = {}
+        for chunk in plan.prefill:
+            if chunk.group >= 0:
+                moved[chunk.group] = moved.get(chunk.group, 0) + chunk.start + chunk.tokens
         return {
             "linear": law.linear_s(max(map(sum, zip(shards, counts, strict=True)))),
             "prefill_attention": sum(law.prefill_attention_s(c.tokens, c.start) for c in plan.prefill),
             "decode_attention": max(law.decode_attention_s(b.count, b.context_tokens) for b in plan.decode),
             "communication": law.all_to_all_s(max(shards)),
             "head": law.head_s(max(counts) + firsts),
-            "transfer": max((law.kv_transfer_s(tokens) for tokens in moved), default=0.0),
+            "transfer": max((law.kv_transfer_s(tokens) for tokens in moved.values()), default=0.0),
             "prepare": law.overhead_s(sum(counts) + len(plan.prefill)),
         }
 
@@ -186,7 +189,7 @@ def mixed_trace(count: int = 40, interval_s: float = 0.012) -> Trace:
 def simulation(backend: Any, *overrides: str, trace: Trace | None = None, groups: int = 2) -> Simulation:
     """A Conflux simulation of the tiny model that prices paths in turn, and host time beside them."""
     words = ["arrivals=recorded", f"cluster.gpus={groups}", "kv.capacity_tokens=4096", "slo.tbt_s=0.03"]
-    words += ["scheme.overlap=false", "scheme.async_schedule=false", *overrides]
+    words += ["scheme.overlap=false", "scheme.async_schedule=false", "scheme.overlap_transfer=false", *overrides]
     if not any(word.startswith("latency") for word in words):
         words += ["latency=affine", *(f"latency.{key}={value}" for key, value in LAW.items())]
         words += ["latency.prefill_base_s=0"]

@@ -75,7 +75,7 @@ def test_what_a_model_needs_is_covered(folder: Path):
     found = rows(folder)
     assert {row["part"] for row in found} == {"prefill", "decode", "transfer", "mixed"}
     prefill = [row for row in found if row["part"] == "prefill"]
-    assert {row["tokens"][0] for row in prefill if row["cached"] == [0]} == {16, 32, 64, 128, 256}
+    assert {row["tokens"][0] for row in prefill if row["cached"] == [0]} == {1, 4, 16, 32, 64, 128, 256}
     assert len({row["cached"][0] for row in prefill if row["tokens"] == [64]}) == 3
     decode = [row for row in found if row["part"] == "decode"]
     assert {row["sequences"] for row in decode} == {1, 2, 4, 8}
@@ -226,7 +226,7 @@ def test_errors_are_zero_on_a_law_and_printed(folder: Path):
         held = fitted.errors[name]["held_out"]
         assert held["rows"] > 0 and held["p95_pct"] <= 0.05, name
         # Decodes grow from round to round, so whole iterations differ by what the longer context takes.
-        assert fitted.errors[name]["replicates"]["p95_pct"] <= (1.0 if name.endswith("iterations") else 0.0)
+        assert fitted.errors[name]["replicates"]["p95_pct"] <= (3.0 if name.endswith("iterations") else 0.0)
     text = "\n".join(table(fitted))
     assert "mixed_iterations" in text and "linear" in text and "held out" in text
 

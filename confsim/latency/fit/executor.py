@@ -39,6 +39,7 @@ FORMAT = 1
 STAGES = ("linear_s", "prefill_attention_s", "decode_attention_s", "communication_s", "head_s", "transfer_s")
 TIMES = ("duration_s", *STAGES, "overhead_s")
 HELD_OUT = "mixed"
+LEAST_SHARE = 0.05  # a time read off outside the measured contexts is no smaller a share of the least measured one
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,7 @@ def _stage(points: list[Point], layers: int) -> StageTable | None:
 
 
 def _transfer(raw: Raw, model: ModelSpec) -> CollectiveTable | None:
-    """What one GPU of the receiving group lacks, in bytes a layer."""
+    """What one GPU of the receiving group lacks, in bytes a layer, and how long it takes."""
     cells = [cell for cell in raw.of("transfer") if cell.sp > 1]
     if not cells:
         return None
@@ -220,8 +221,25 @@ def _transfer(raw: Raw, model: ModelSpec) -> CollectiveTable | None:
         local, shared = model.split_heads(cell.tp, cell.sp)
         lacking = kv_token_bytes(local.kv_heads - shared.kv_heads, model.head_dim, 1, model.kv_itemsize)
         size.append(cell.tokens[0] * lacking)
-    seconds = np.array([cell.median("transfer_s") for cell in cells]) / model.num_hidden_layers
+    times = [_added(raw, cell) if _moves_in_line(raw) else cell.median("transfer_s") for cell in cells]
+    seconds = np.array(times) / model.num_hidden_layers
     return CollectiveTable(np.array([cell.sp for cell in cells]), np.array(size), np.maximum(seconds, 1e-12))
+
+
+def _moves_in_line(raw: Raw) -> bool:
+    """Whether moving KV lengthens an iteration: on CPU the rank itself does it."""
+    return bool(raw.head["device"]["kind"] == "cpu")
+
+
+def _added(raw: Raw, cell: Cell) -> float:
+    """What the end of a prompt adds to its last chunk beside the head: round by round, so that drift cancels."""
+    same = {"tokens": cell.tokens, "cached": cell.cached, "kind": cell.kind, "tp": cell.tp, "sp": cell.sp}
+    alone = next((c for c in raw.of("prefill") if all(getattr(c, key) == value for key, value in same.items())), None)
+    if alone is None or len(alone.rounds) != len(cell.rounds):
+        return cell.median("transfer_s")
+    heads = [c.median("head_s") for c in raw.of("decode") if c.sequences == 1 and (c.tp, c.sp) == (cell.tp, cell.sp)]
+    added = cell.seconds["duration_s"][np.argsort(cell.rounds)] - alone.seconds["duration_s"][np.argsort(alone.rounds)]
+    return max(float(np.median(added)) - float(np.median(heads or [0.0])), cell.median("transfer_s"))
 
 
 def _decode(cells: list[Cell], model: ModelSpec) -> DecodeTable:
@@ -255,12 +273,12 @@ def _common_contexts(cells: list[Cell]) -> Floats:
 
 
 def _read_off(x: Floats, y: Floats, at: Floats) -> list[float]:
-    """Piecewise linear through the points, along the nearest piece outside them; never below half the least point."""
+    """Piecewise linear through the points, along the nearest piece outside them, never near or below 0."""
     if len(x) < 2:
         return [float(y[0])] * len(at)
     piece = np.clip(np.searchsorted(x, at) - 1, 0, len(x) - 2)
     slope = (y[piece + 1] - y[piece]) / (x[piece + 1] - x[piece])
-    found: list[float] = np.maximum(y[piece] + slope * (at - x[piece]), y.min() / 2.0).tolist()
+    found: list[float] = np.maximum(y[piece] + slope * (at - x[piece]), LEAST_SHARE * y.min()).tolist()
     return found
 
 
@@ -425,6 +443,7 @@ def _predictor(profile: Profile, model: ModelSpec, gpu: GpuSpec, raw: Raw) -> Ca
             async_schedule=False,
             spread=latency(cell.tp * cell.sp, 1) if spread else None,
             joint_exchange=spread,
+            overlap_transfer=not (_moves_in_line(raw) and cell.kind == "xp"),
         )
         return cost.timing(_plan(cell)).duration_s
 
