@@ -77,4 +77,5 @@ def _step(point: Floats, residuals: Callable[[Floats], Floats]) -> Floats:
     matrix = weight[:, None] * np.stack(slopes, axis=1) * unit
     bounds = ((np.array(LOWER) - point) / unit, (np.array(UPPER) - point) / unit + 1e-9)
     solved: Floats = lsq_linear(matrix, -weight * here, bounds=bounds).x
-    return np.clip(point + solved * unit, LOWER, UPPER)
+    moved: Floats = np.clip(point + solved * unit, LOWER, UPPER)
+    return moved

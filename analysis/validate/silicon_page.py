@@ -53,7 +53,7 @@ def _warnings(page: Page, lines: Sequence[str]) -> None:
 def _errors(page: Page, content: Mapping[str, Any]) -> None:
     page.heading(
         "Errors",
-        "Mean and median of |predicted / measured - 1|. Held-out rows chose nothing. The estimator is the sample's own "
+        "Mean and median of |predicted / measured - 1|. Held-out rows chose no constant. The estimator is the sample's own "
         "package on all rows of a family.",
     )
     head = ["model", "GPU", "engine", "split", "rows", "TPOT mean", "TPOT median", "TTFT mean", "TTFT median"]
@@ -111,7 +111,7 @@ def parity(rows: Rows, metric: str) -> Figure:
         "height": 470,
         "margin": {"l": 64, "r": 20, "t": 14, "b": 52},
         "hovermode": "closest",
-        "legend": {"orientation": "h", "y": -0.18, "yanchor": "top", "x": 0, "font": {"size": 11}},
+        "legend": {"orientation": "h", "y": -0.24, "yanchor": "top", "x": 0, "font": {"size": 11}},
         "shapes": [_line(low, high, 1.0), _line(low, high, 1.1), _line(low, high, 0.9)],
     }
     for axis, kind in (("xaxis", "measured"), ("yaxis", "predicted")):
