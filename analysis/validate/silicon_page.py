@@ -53,8 +53,8 @@ def _warnings(page: Page, lines: Sequence[str]) -> None:
 def _errors(page: Page, content: Mapping[str, Any]) -> None:
     page.heading(
         "Errors",
-        "Mean and median of |predicted / measured - 1|. Held-out rows chose no constant. The estimator is the sample's own "
-        "package on all rows of a family.",
+        "Mean and median of |predicted / measured - 1|. Held-out rows chose no constant. The estimator is the sample's "
+        "own package on all rows of a family.",
     )
     head = ["model", "GPU", "engine", "split", "rows", "TPOT mean", "TPOT median", "TTFT mean", "TTFT median"]
     head += ["estimator, TPOT", "estimator, TTFT"]
