@@ -114,7 +114,7 @@ def section(settings: Settings, results: Results) -> Section:
         gpus, tp = MODELS[model]
         page.text(f"### {model}, {gpus} H100" + (f", groups of {tp}" if tp > 1 else ""))
         for order in ORDERS:
-            page.text(f"**{order}**, {MEANING['max gap']}")
+            page.text(f"**{order}.** {MEANING['max gap']}")
             page.table(_head(settings), _rows(settings, results, model, order, "max gap"))
         names = [settings.title(workload) for workload in settings.workloads]
         figure = bars(names, _series(settings, results, model), "workload", "goodput (req/s)")
