@@ -65,7 +65,8 @@ class FittedLatency:
         if self.profile == "auto" and not path.is_file():
             raise InputError(
                 f"no latency profile for model={model.name} on gpu={gpu.name} (there are: {', '.join(packaged())}): "
-                f"make one with `confsim fit gpu={gpu.name} model={model.name}` and set latency.profile to the file"
+                f"make one with `confsim fit gpu={gpu.name} model={model.name}`, or of your own ranks with "
+                "`confsim profile` and `confsim fit source=executor`, and set latency.profile to the file"
             )
         return _load(str(path))
 

@@ -170,7 +170,7 @@ def load(model: ModelSpec, gpu: GpuSpec, folder: Path) -> Measurements:
     if not prefill or not decode:
         raise InputError(f"profile={folder}: holds no prefill or no decode cells, measure again")
     layers = model.num_hidden_layers
-    overhead, sequence = _overheads(prefill + decode)
+    overhead, sequence = _overheads(decode)
     slowdowns = _slowdowns(raw)
     return Measurements(
         provenance=_provenance(raw, folder),
@@ -179,7 +179,7 @@ def load(model: ModelSpec, gpu: GpuSpec, folder: Path) -> Measurements:
         head=_stage([(c, c.sequences, c.median("head_s")) for c in decode], 1),
         transfer=_transfer(raw, model),
         decode=_decode(decode, model),
-        prefill=_prefill(prefill, model),
+        prefill=_prefill(prefill, model, overhead + sequence),
         iteration_overhead_s=overhead,
         sequence_overhead_s=sequence,
         prefill_slowdown=slowdowns[0],
@@ -282,16 +282,17 @@ def _read_off(x: Floats, y: Floats, at: Floats) -> list[float]:
     return found
 
 
-def _prefill(cells: list[Cell], model: ModelSpec) -> PrefillTable:
-    """Chunks of one prompt; what ranks wait for each other beyond the exchange of the chunk alone counts as attention.
+def _prefill(cells: list[Cell], model: ModelSpec, overhead_s: float) -> PrefillTable:
+    """Chunks of one prompt, with what else their path takes: skew between ranks, and host work beyond `overhead_s`.
 
-    Waiting shows in the communication stage; behind a prefix the exchange is no larger, so more of it is skew.
+    Waiting for another rank shows in the communication stage; behind a prefix the exchange is no larger than without
+    one, so more of it is skew.
     """
     rows: list[tuple[int, int, int, int, float]] = []
     exchange = {(c.tp, c.sp, c.tokens): c.median("communication_s") for c in _own(cells)}
     for cell in cells:
         split, _ = model.split_heads(cell.tp * cell.sp)
-        seconds = cell.median("prefill_attention_s")
+        seconds = cell.median("prefill_attention_s") + max(0.0, cell.median("overhead_s") - overhead_s)
         if cell.cached[0]:
             alone = exchange.get((cell.tp, cell.sp, cell.tokens), np.inf)
             seconds += max(0.0, cell.median("communication_s") - alone)
@@ -301,7 +302,7 @@ def _prefill(cells: list[Cell], model: ModelSpec) -> PrefillTable:
 
 
 def _overheads(cells: list[Cell]) -> tuple[float, float]:
-    """Host seconds of an iteration and of a sequence, by least squares over the cells' medians; none negative."""
+    """Host seconds of an iteration and of a sequence, by least squares over the medians of decodes; none negative."""
     sequences = np.array([cell.sequences * cell.sp + len(cell.tokens) for cell in cells], dtype=np.float64)
     seconds = np.array([cell.median("overhead_s") for cell in cells])
     slope, constant = np.polyfit(sequences, seconds, 1)
