@@ -9,7 +9,7 @@
 
 VENV := .venv
 PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,\
-	$(shell command -v $(name) >/dev/null 2>&1 && $(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' && echo $(name))))
+	$(shell command -v $(name) >/dev/null 2>&1 && $(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(name))))
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 ARGS ?=
 
