@@ -196,7 +196,7 @@ def _own(prefill: list[Cell]) -> list[Cell]:
 
 
 def _linear_points(prefill: list[Cell], decode: list[Cell]) -> list[Point]:
-    """Decodes as far as they go, chunks beyond: few tokens are mostly decodes, which find their weights in the caches."""
+    """Decodes as far as they go, chunks beyond: few tokens are mostly decodes, whose weights are in the caches."""
     most = max(cell.sequences for cell in decode)
     chunks = [(c, c.shard_tokens, c.median("linear_s")) for c in prefill if c.shard_tokens > most]
     return chunks + [(cell, cell.sequences, cell.median("linear_s")) for cell in decode]
