@@ -15,6 +15,7 @@ from confsim.engine import Simulation
 from confsim.kv import KvConfig
 from confsim.latency.affine import AffineLatency
 from confsim.plan import IterationPlan
+from confsim.schemes.cost import overlapped
 from confsim.specs import GpuSpec
 from executor.config import Device, ExecutorConfig, Layout, ModelConfig
 from executor.live import LiveBackendConfig, frozen
@@ -94,7 +95,7 @@ class FakeRanks:
         stages = self._stages(plan)
         factor = self.factor(number)
         stages = {name: seconds * factor for name, seconds in stages.items()}
-        duration_s = sum(stages.values())
+        duration_s = self.duration_s(stages)
         tokens = {r: r % self.model.vocab_size for batch in plan.decode for r in batch.members}
         tokens |= {c.request.id: c.request.id % self.model.vocab_size for c in plan.prefill if c.last}
         reports = [
@@ -102,6 +103,10 @@ class FakeRanks:
             for rank in range(self.layout.ranks)
         ]
         self._done.append(ExecutedIteration.of(reports, duration_s))
+
+    def duration_s(self, stages: dict[str, float]) -> float:
+        """One stage after the other."""
+        return sum(stages.values())
 
     def result(self) -> ExecutedIteration:
         """The oldest result."""
@@ -152,6 +157,22 @@ def fake_ranks(config: ExecutorConfig) -> Iterator[FakeRanks]:
     ranks = FakeRanks(config.model, config.layout, law_of(config.layout))
     yield ranks
     ranks.close()
+
+
+class OverlappingRanks(FakeRanks):
+    """Attention paths side by side, each slowed by the other, and KV that moves beside everything else."""
+
+    def duration_s(self, stages: dict[str, float]) -> float:
+        """As the planner's model puts them together."""
+        paths = ("communication", "prefill_attention", "decode_attention")
+        communication_s, prefill_s, decode_s = (stages[name] for name in paths)
+        both = min(prefill_s, decode_s) > 0.0
+        law = replace(self.law, prefill_slowdown=1.6, decode_slowdown=1.2)
+        attention_s = overlapped(communication_s, prefill_s, decode_s, law)
+        if both:
+            stages["prefill_attention"] *= 1.6
+            stages["decode_attention"] *= 1.2
+        return attention_s + stages["linear"] + stages["head"] + stages["prepare"]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from live_fakes import CPU, LAW, MODEL, FakeRanks, executor, fake_ranks, law_of
+from live_fakes import CPU, LAW, MODEL, FakeRanks, OverlappingRanks, executor, fake_ranks, law_of
 
 from confsim.errors import InputError
 from confsim.latency.fit import executor as source
@@ -263,22 +263,21 @@ def test_medians_shrug_off_an_iteration_that_was_disturbed(tmp_path: Path):
 
 
 def test_slowdowns_are_measured_where_paths_overlap(tmp_path: Path):
+    """As on a GPU: pairs of both paths tell the slowdowns, and predict mixed iterations that no fit has seen."""
+
     @contextmanager
     def overlapping(config: ExecutorConfig) -> Any:
-        class Slowed(FakeRanks):
-            def _stages(self, plan: Any) -> dict[str, float]:
-                stages = super()._stages(plan)
-                if plan.prefill and any(batch.count for batch in plan.decode):
-                    stages["prefill_attention"] *= 1.6
-                    stages["decode_attention"] *= 1.2
-                return stages
+        yield OverlappingRanks(config.model, config.layout, law_of(config.layout))
 
-        yield Slowed(config.model, config.layout, law_of(config.layout))
-
-    measured(tmp_path, config=executor(overlap="threads"), ranks=overlapping)
-    fitted, _, _ = fit_folder("executor", tmp_path)
+    gpu = executor(kind="cuda", overlap="partition")
+    measured(tmp_path, replace(GRID, chunk_tokens=1024), config=gpu, ranks=overlapping)
+    fitted, model, spec = fit_folder("executor", tmp_path)
     assert fitted.prefill_slowdown == pytest.approx(1.6)
     assert fitted.decode_slowdown == pytest.approx(1.2, rel=0.02)  # decodes grew by a few tokens since
+    assert fitted.errors["mixed_iterations"]["held_out"]["mean_pct"] < 2.0
+    law = law_of(Layout("xp", 2))
+    got = fitted.compile(model, spec, 1, 2)
+    assert got.kv_transfer_s(512) == pytest.approx(law.kv_transfer_s(512), rel=1e-3)
 
 
 def test_layouts_of_one_folder_are_fitted_together(folder: Path, tmp_path: Path):
