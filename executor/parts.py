@@ -21,6 +21,15 @@ def parts_of(executed: ExecutedIteration) -> IterationTiming:
     attention paths overlapped, stages add up to more than the iteration and only the preparation is counted.
     """
     report = slowest(executed)
-    seconds = [report.stages[name] for name in STAGES]
-    rest = report.duration_s - sum(seconds)
-    return IterationTiming(report.duration_s, *seconds[:5], max(rest, report.stages["prepare"], 0.0), seconds[5])
+    stages = report.stages
+    rest = report.duration_s - sum(stages[name] for name in STAGES)
+    return IterationTiming(
+        duration_s=report.duration_s,
+        linear_s=stages["linear"],
+        prefill_attention_s=stages["prefill_attention"],
+        decode_attention_s=stages["decode_attention"],
+        communication_s=stages["communication"],
+        head_s=stages["head"],
+        overhead_s=max(rest, stages["prepare"], 0.0),
+        transfer_s=stages["transfer"],
+    )

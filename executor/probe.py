@@ -65,7 +65,7 @@ class Probe:
     ) -> ExecutedIteration:
         """Execute chunks of (request, tokens, group to decode on after the last chunk) beside decodes by group."""
         groups = self.ranks.layout.groups
-        prefill = []
+        prefill: list[PrefillChunk] = []
         for request, tokens, group in chunks:
             last = tokens == request.remaining_prefill
             shards = even(tokens, groups, len(prefill))
@@ -73,8 +73,8 @@ class Probe:
         batches = tuple(self._batch(group, decode[group] if decode else ()) for group in range(groups))
         plan = IterationPlan(tuple(prefill), batches, tuple(self._dropped))
         executed = self.ranks.run(plan)
-        for request in self._dropped:
-            self.ranks.forget(request)
+        for dropped in self._dropped:
+            self.ranks.forget(dropped)
         self._dropped.clear()
         self._advance(plan)
         return executed

@@ -51,7 +51,8 @@ class Replay:
     def durations_s(self) -> list[float]:
         """Seconds that each iteration was charged."""
         table = self.result.iterations
-        return (table["end_s"].to_numpy() - table["start_s"].to_numpy()).tolist()
+        seconds: list[float] = (table["end_s"].to_numpy() - table["start_s"].to_numpy()).tolist()
+        return seconds
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ class LoggedRun:
 
     def create(self, cost: Cost, noise: Noise, tp: int, sp: int, layout: str) -> Backend:
         """A backend that keeps the keys of its plans."""
-        return _Logged((self.inner or self.factory).create(cost, noise, tp, sp, layout), self.plans)
+        maker = self.factory if self.inner is None else self.inner
+        return _Logged(maker.create(cost, noise, tp, sp, layout), self.plans)
 
     def report(self) -> Mapping[str, Any]:
         """What the inner backends measured."""
@@ -39,7 +40,7 @@ class LoggedRun:
 
     def repeat(self, times: int) -> Any:
         """Seconds of all plans executed again, `[times, plans]`, where the inner backends can."""
-        return self.inner.repeat(times)  # type: ignore[union-attr]
+        return self.inner.repeat(times)  # type: ignore[union-attr]  # only asked of live backends
 
     def close(self) -> None:
         """Close the inner backends."""
@@ -56,6 +57,11 @@ class PlanLog:
     def open(self, now_s: Callable[[], float]) -> LoggedRun:
         """Start a run."""
         return LoggedRun(self.factory, open_run(self.factory, now_s))
+
+    def create(self, cost: Cost, noise: Noise, tp: int, sp: int, layout: str) -> Backend:
+        """A backend outside any run; nobody sees its plans."""
+        backend: Backend = self.factory.create(cost, noise, tp, sp, layout)
+        return backend
 
 
 @dataclass
