@@ -23,6 +23,7 @@ from confsim.latency.fit.measurements import (
     CollectiveTable,
     DecodeTable,
     Floats,
+    Ints,
     Measurements,
     PrefillTable,
     StageTable,
@@ -214,18 +215,41 @@ def _stage(points: list[Point], layers: int) -> StageTable | None:
 
 
 def _transfer(raw: Raw, model: ModelSpec) -> CollectiveTable | None:
+    """As measured, or where ranks move KV themselves a line through the differences, which are small and noisy."""
+    table = _transfer_measured(raw, model)
+    if table is None or not _moves_in_line(raw):
+        return table
+    seconds = table.seconds.copy()
+    for degree in np.unique(table.degree):
+        own = table.degree == degree
+        seconds[own] = robust_line(table.bytes[own], seconds[own])(table.bytes[own])
+    return replace(table, seconds=seconds)
+
+
+def _transfer_measured(raw: Raw, model: ModelSpec) -> CollectiveTable | None:
     """What one GPU of the receiving group lacks, in bytes a layer, and how long it takes."""
-    cells = [cell for cell in raw.of("transfer") if cell.sp > 1]
-    if not cells:
-        return None
-    size = []
-    for cell in cells:
+    degree, size, seconds = [], [], []
+    for cell in raw.of("transfer"):
         local, shared = model.split_heads(cell.tp, cell.sp)
         lacking = kv_token_bytes(local.kv_heads - shared.kv_heads, model.head_dim, 1, model.kv_itemsize)
-        size.append(cell.tokens[0] * lacking)
-    times = [_added(raw, cell) if _moves_in_line(raw) else cell.median("transfer_s") for cell in cells]
-    seconds = np.array(times) / model.num_hidden_layers
-    return CollectiveTable(np.array([cell.sp for cell in cells]), np.array(size), np.maximum(seconds, 1e-12))
+        if lacking:
+            degree.append(cell.sp)
+            size.append(cell.tokens[0] * lacking)
+            seconds.append(_added(raw, cell) if _moves_in_line(raw) else cell.median("transfer_s"))
+    if not size:
+        return None
+    times = np.maximum(np.array(seconds) / model.num_hidden_layers, 1e-12)
+    return CollectiveTable(np.array(degree), np.array(size), times)
+
+
+def robust_line(x: Ints, y: Floats) -> Callable[[Any], Floats]:
+    """Theil and Sen's line: the median slope of all pairs, through the median of what it leaves; rising, above 0."""
+    first, second = np.triu_indices(len(x), 1)
+    apart = x[first] != x[second]
+    pairs = (y[second] - y[first])[apart] / (x[second] - x[first])[apart]
+    slope = max(float(np.median(pairs)), 0.0) if len(pairs) else 0.0
+    offset = max(float(np.median(y - slope * x)), 0.0)
+    return lambda at: np.maximum(offset + slope * np.asarray(at, dtype=np.float64), 1e-12)
 
 
 def _moves_in_line(raw: Raw) -> bool:
@@ -357,7 +381,7 @@ def finish(profile: Profile, data: Measurements, model: ModelSpec, gpu: GpuSpec,
     raw = read(folder)
     errors = {
         **profile.errors,
-        **{name: kinds for name, kinds in _stage_errors(data, raw).items() if kinds["held_out"]["rows"]},
+        **{name: kinds for name, kinds in _stage_errors(data, raw, model).items() if kinds["held_out"]["rows"]},
         "pure_iterations": _iteration_errors(profile, raw.of("prefill", "decode"), model, gpu, raw),
         "mixed_iterations": _iteration_errors(profile, raw.of(HELD_OUT), model, gpu, raw),
     }
@@ -369,21 +393,40 @@ def finish(profile: Profile, data: Measurements, model: ModelSpec, gpu: GpuSpec,
     return replace(profile, errors=errors)
 
 
-def _stage_errors(data: Measurements, raw: Raw) -> dict[str, dict[str, Any]]:
+def _stage_errors(data: Measurements, raw: Raw, model: ModelSpec) -> dict[str, dict[str, Any]]:
     tables = {"linear": data.linear, "exchange": data.exchange, "head": data.head}
-    stages = {"linear": "linear_s", "exchange": "communication_s", "head": "head_s", "transfer": "transfer_s"}
-    parts = {"linear": ("prefill", "decode"), "exchange": ("prefill",), "head": ("decode",), "transfer": ("transfer",)}
+    stages = {"linear": "linear_s", "exchange": "communication_s", "head": "head_s"}
+    parts = {"linear": ("prefill", "decode"), "exchange": ("prefill",), "head": ("decode",)}
     points = {
         name: (table.tp * 1000 + table.sp if name == "exchange" else table.tp, table.tokens, table.seconds)
         for name, table in tables.items()
         if table is not None
     }
-    if data.transfer is not None:
-        points["transfer"] = (data.transfer.degree, data.transfer.bytes, data.transfer.seconds)
-    return {
+    errors = {
         name: {"held_out": leave_one_out(*columns), "replicates": _noise(raw.of(*parts[name]), stages[name])}
         for name, columns in points.items()
     }
+    measured = _transfer_measured(raw, model)
+    if measured is not None:
+        held_out = _line_left_out(measured) if _moves_in_line(raw) else leave_one_out(*_columns(measured))
+        errors["transfer"] = {"held_out": held_out, "replicates": _noise(raw.of("transfer"), "transfer_s")}
+    return errors
+
+
+def _columns(table: CollectiveTable) -> tuple[Any, Any, Floats]:
+    return table.degree, table.bytes, table.seconds
+
+
+def _line_left_out(table: CollectiveTable) -> dict[str, Any]:
+    """Every size predicted by the line through the others of its degree."""
+    predicted, measured = [], []
+    for number in range(len(table.bytes)):
+        rest = (table.degree == table.degree[number]) & (np.arange(len(table.bytes)) != number)
+        if rest.sum() > 1:
+            line = robust_line(table.bytes[rest], table.seconds[rest])
+            predicted.append(float(line(table.bytes[number])))
+            measured.append(float(table.seconds[number]))
+    return error_summary(np.array(predicted), np.array(measured))
 
 
 def leave_one_out(layout: Any, size: Any, seconds: Floats) -> dict[str, Any]:

@@ -151,6 +151,8 @@ def _transfer(data: Measurements, kernels: _Kernels | None, model: ModelSpec, tp
     table = data.transfer
     if table is not None and (table.degree == sp).any():
         return stages.Collective(table).curve(sp, stages.TRANSFER_TOKENS, stages.missing_kv_bytes(model, tp, sp))
+    if not stages.missing_kv_bytes(model, tp, sp):
+        return curve_of(stages.TRANSFER_TOKENS, np.zeros(len(stages.TRANSFER_TOKENS)))  # every group holds all heads
     if kernels is None or kernels.all_to_all is None:
         raise InputError(f"the KV transfer was not measured for {sp} groups")
     return stages.transfer_curve(model, tp, sp, kernels.all_to_all)
