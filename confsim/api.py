@@ -10,6 +10,7 @@ from confsim.configuration import explain
 from confsim.engine import Simulation, Window
 from confsim.errors import InputError
 from confsim.result import Result
+from confsim.values import checked
 from traces.progress import console_progress
 from traces.trace import Trace
 
@@ -23,10 +24,13 @@ GROUPS = ("arrivals", "model", "gpu", "cluster", "scheme", "policy", "kv", "slo"
 
 def _instantiate(cfg: DictConfig, group: str) -> Any:
     from hydra.errors import InstantiationException
-    from hydra.utils import instantiate
+    from hydra.utils import get_object, instantiate
+    from omegaconf import OmegaConf
 
+    values: Any = OmegaConf.to_container(cfg[group], resolve=True)
     try:
-        return instantiate(cfg[group], _convert_="all")
+        values |= checked(get_object(values["_target_"]), group, values)
+        return instantiate(OmegaConf.create(values), _convert_="all")
     except InstantiationException as error:
         if isinstance(error.__cause__, (InputError, TypeError, ValueError)):
             raise InputError(explain(error.__cause__) if isinstance(error.__cause__, InputError)
@@ -45,7 +49,7 @@ def load_trace(cfg: DictConfig) -> Trace:
     from omegaconf import OmegaConf
 
     source = _instantiate(cfg, "trace")
-    wants_blocks = bool(cfg.kv.prefix_cache) or cfg.cluster.router == "prefix_aware"
+    wants_blocks = cfg.kv.prefix_cache not in (False, "off") or cfg.cluster.router == "prefix_aware"
 
     def load() -> Trace:
         trace: Trace = source.load(seed=cfg.seed, block_ids=wants_blocks, progress=console_progress())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import sys
 import time
 import traceback
@@ -146,6 +147,7 @@ class Failures:
     jobs: list[tuple[str, Exception]] = field(default_factory=list)
     started: int = 0
     code: int = 0  # the highest exit code that a job returned
+    folder: Path | None = None  # of the job that ran last
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -177,8 +179,7 @@ def _dispatch(words: list[str]) -> int:
         hint = did_you_mean(words[0], list(table))
         return _complain(f"confsim: no subcommand '{words[0]}'{hint}; use one of {', '.join(table)}", USER_ERROR)
     if "--help" in words[1:] or "-h" in words[1:]:
-        print(_manual(row, [word for word in words[1:] if word not in ("--help", "-h")]))
-        return 0
+        return _explain(row, [word for word in words[1:] if word not in ("--help", "-h")])
     return run(row, words[1:])
 
 
@@ -209,6 +210,17 @@ def _overview() -> str:
         "confsim SUBCOMMAND --quiet       no progress and no tables, only errors",
     ]
     return "\n".join(lines)
+
+
+def _explain(row: Subcommand, words: Sequence[str]) -> int:
+    from confsim.configuration import groups
+
+    unknown = [word for word in words if word not in groups() and "=" not in word and not word.startswith("-")]
+    if unknown:
+        text = f"confsim {row.name} --help {unknown[0]}: no such group, there are {', '.join(groups())}"
+        return _complain(text, USER_ERROR)
+    print(_manual(row, words))
+    return 0
 
 
 def _manual(row: Subcommand, words: Sequence[str]) -> str:
@@ -284,6 +296,7 @@ def run(row: Subcommand, words: list[str]) -> int:
             return _report_failures(row, failures, error)
         return _report_error(row, arguments, error, bool(failures.started))
     if failures.jobs:
+        _drop_empty(failures.folder)
         return _report_error(row, arguments, failures.jobs[0][1], True)
     return failures.code
 
@@ -371,6 +384,7 @@ def _run_job(row: Subcommand, cfg: Any, sweep: bool, failures: Failures) -> None
 
     overrides = list(HydraConfig.get().overrides.task)
     failures.started += 1
+    failures.folder = Path(HydraConfig.get().runtime.output_dir)
     if sweep:
         print(f"[{HydraConfig.get().job.num}] {' '.join(overrides)}", flush=True)
     try:
@@ -381,6 +395,12 @@ def _run_job(row: Subcommand, cfg: Any, sweep: bool, failures: Failures) -> None
         if sweep:  # Hydra runs the others and raises at the end; of a single run it would print a line of its own
             _keep_traceback(Path(HydraConfig.get().runtime.output_dir), error)
             raise
+
+
+def _drop_empty(folder: Path | None) -> None:
+    """Remove the folder of a run that wrote no result: it holds Hydra's notes alone."""
+    if folder is not None and folder.is_dir() and {path.name for path in folder.iterdir()} == {".hydra"}:
+        shutil.rmtree(folder)
 
 
 def load(target: str) -> Callable[[Any], int | None]:

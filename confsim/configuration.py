@@ -11,6 +11,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from confsim.errors import InputError
+from confsim.values import SWITCH
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -120,28 +121,35 @@ def check(cfg: DictConfig, overrides: Sequence[str] = (), command: str = "simula
     """
     _check_positive(cfg, "rate", "requests per second, or null for the trace's own rate")
     _check_positive(cfg, "horizon_s", "simulated seconds, or null to run to the end")
+    for key in ("warmup_s", "cooldown_s"):
+        _check_positive(cfg, key, "seconds of arrivals that are not counted", least=0)
     seed = cfg.get("seed", 0)
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
         raise InputError(f"seed={seed}: expected a whole number, 0 or more")
     _check_words(cfg, overrides, command)
 
 
-def _check_positive(cfg: DictConfig, key: str, meaning: str) -> None:
+def _check_positive(cfg: DictConfig, key: str, meaning: str, least: float | None = None) -> None:
+    """A number above 0, or from `least` on."""
     value = cfg.get(key)
     if value is None:
         return
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value <= 0:
-        raise InputError(f"{key}={value}: expected a number above 0 ({meaning})")
+    if not number or not math.isfinite(value) or (value <= 0 if least is None else value < least):
+        wanted = "above 0" if least is None else f"of {least:g} or more"
+        raise InputError(f"{key}={value}: expected a number {wanted} ({meaning})")
 
 
 def _check_words(cfg: DictConfig, overrides: Sequence[str], command: str) -> None:
-    """Compare words that were given with the type of the default; composes the defaults only if there are any."""
+    """Compare words that were given with the type of the default; composes the defaults only if there are any.
+
+    Keys of groups that make dataclasses are checked against these as well, when they are made (`confsim.values`).
+    """
     from omegaconf import OmegaConf
 
     suspects = {}
     for key in map(override_key, overrides):
-        value = OmegaConf.select(cfg, key, throw_on_missing=False) if key and "." in key else None
+        value = OmegaConf.select(cfg, key, throw_on_missing=False) if key and key not in groups() else None
         if isinstance(value, str):
             suspects[key] = value
     if not suspects:
@@ -153,6 +161,8 @@ def _check_words(cfg: DictConfig, overrides: Sequence[str], command: str) -> Non
         is_number = isinstance(default, (int, float)) and not isinstance(default, bool)
         if is_number and not (command in SEARCHES and value == "tuned"):
             raise InputError(f"{key}={value}: expected a number (the default is {default})")
+        if isinstance(default, bool) and value not in SWITCH:
+            raise InputError(f"{key}={value}: expected true or false (the default is {str(default).lower()})")
 
 
 def override_key(override: str) -> str:

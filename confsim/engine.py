@@ -38,6 +38,11 @@ class Window:
     warmup_s: float = 0.0
     cooldown_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        for key in ("warmup_s", "cooldown_s"):
+            if not 0 <= getattr(self, key) < float("inf"):
+                raise InputError(f"{key}={getattr(self, key)}: expected seconds, 0 or more")
+
     def span(self, load: Load) -> tuple[float, float]:
         """First and last arrival time that counts, before the run.
 

@@ -23,7 +23,7 @@ UNSUPPORTED = {
 
 
 def from_hf_config(
-    hf_config: str,
+    hf_config: str | None = None,
     name: str | None = None,
     gemm_dtype: str | None = None,
     kv_cache_dtype: str | None = None,
@@ -36,6 +36,8 @@ def from_hf_config(
     Raises:
         InputError: where the file is missing, not JSON, lacks a key, or describes a model that is not dense.
     """
+    if hf_config is None:
+        raise InputError("model.hf_config is not set: model=hf reads a checkpoint, add model.hf_config=PATH")
     path = Path(hf_config).expanduser()
     path = path / "config.json" if path.is_dir() else path
     data = _text_config(_read(path))

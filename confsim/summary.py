@@ -269,6 +269,8 @@ def _warnings(run: Run, out: dict[str, Any], report: KvReport) -> list[str]:
     if out["requests"]["unfinished"] and run.watch is None:
         warnings.append(f"{out['requests']['unfinished']} requests unfinished at horizon_s, counted as missed")
     warnings += report.capacity.warnings
+    if not out["requests"]["in_window"]:
+        warnings.append(f"none of {out['requests']['injected']} requests counts: see warmup_s and cooldown_s")
     if out["overloaded"]:
         warnings.append("overloaded: the queue grew until the arrivals ended")
     if out["latency"]["extrapolated_queries"]:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from confsim.errors import InputError
 from confsim.specs import ClusterSpec, ModelSpec
 from executor.config import ExecutorConfig
 
 
-def model_of(executor: ExecutorConfig, name: str = "executor", max_context_tokens: int | None = None) -> ModelSpec:
-    """`model=executor`: the executor's model; `max_context_tokens` None keeps the executor's limit."""
+def model_of(
+    executor: ExecutorConfig | None, name: str = "executor", max_context_tokens: int | None = None
+) -> ModelSpec:
+    """`model=executor`: the executor's model; `max_context_tokens` None keeps the executor's limit.
+
+    Raises:
+        InputError: where no executor is configured.
+    """
+    if executor is None:
+        raise InputError("model=executor is the model of an executor: add executor=cpu_tiny, or choose another model")
     spec = executor.model.spec(executor.device.dtype, name)
     if max_context_tokens is None:
         return spec
@@ -15,13 +24,19 @@ def model_of(executor: ExecutorConfig, name: str = "executor", max_context_token
 
 
 def cluster_of(
-    executor: ExecutorConfig,
+    executor: ExecutorConfig | None,
     gpus: int | None = None,
     tp: int | None = None,
     instances: int = 1,
     router: str = "round_robin",
 ) -> ClusterSpec:
-    """`cluster=executor`: one instance on the ranks of the executor's layout, unless degrees are given."""
+    """`cluster=executor`: one instance on the ranks of the executor's layout, unless degrees are given.
+
+    Raises:
+        InputError: where no executor is configured.
+    """
+    if executor is None:
+        raise InputError("cluster=executor is an executor's ranks: add executor=cpu_tiny, or choose another cluster")
     layout = executor.layout
     return ClusterSpec(
         layout.ranks if gpus is None else gpus,

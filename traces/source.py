@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from traces.catalog import cache_directory
 from traces.errors import InputError
 from traces.readers import READERS, ParquetReader, Progress, Reader, ReadOptions
 from traces.select import Ints, Selection, rebase
@@ -56,7 +57,7 @@ class FileTrace:
         ids may come in several chunks. Raises `InputError`.
         """
         self.check()
-        path = Path(str(self.path)).expanduser()
+        path = found(Path(str(self.path)).expanduser())
         options = ReadOptions(block_ids, self.zero_output, self.block_mismatch, progress)
         reader = READERS[self.format](path, options)
         table, out_of_order = in_order(reader)
@@ -136,3 +137,9 @@ def _roots(parent: Ints) -> Ints:
 def _replace(table: pa.Table, name: str, values: Ints, mask: Any) -> pa.Table:
     index = table.schema.get_field_index(name)
     return table.set_column(index, table.schema.field(index), pa.array(values, mask=mask))
+
+
+def found(path: Path) -> Path:
+    """The path itself, or the fetched trace of that bare name where there is no such file here."""
+    fetched = cache_directory() / path
+    return fetched if len(path.parts) == 1 and not path.exists() and fetched.is_file() else path

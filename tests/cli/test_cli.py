@@ -103,6 +103,18 @@ MISTAKES = {
         ["simulate", "model=qwen3_41b"],
         "model=qwen3_41b: unknown, use one of .*qwen3_14b.*did you mean",
     ),
+    "word for a window": (["simulate", "warmup_s=abc"], r"warmup_s=abc: expected a number of 0 or more"),
+    "negative window": (["simulate", "cooldown_s=-1"], r"cooldown_s=-1: expected a number of 0 or more"),
+    "word for a switch": (["simulate", "kv.prefix_cache=maybe"], r"kv.prefix_cache=maybe: expected true or false"),
+    "word for a top switch": (["simulate", "quiet=maybe"], r"quiet=maybe: expected true or false"),
+    "word where null is the default": (
+        ["simulate", "kv.capacity_tokens=abc"],
+        r"capacity_tokens=abc: expected a whole",
+    ),
+    "part of a GPU": (["simulate", "cluster.gpus=2.5"], r"cluster.gpus=2.5: expected a whole number"),
+    "no checkpoint": (["simulate", "model=hf"], r"model.hf_config is not set"),
+    "model of no executor": (["simulate", "model=executor"], r"model=executor is the model of an executor"),
+    "unknown help": (["simulate", "--help", "nope"], r"nope: no such group"),
     "negative rate": (["simulate", "rate=-1"], r"rate=-1: expected a number above 0"),
     "word for a rate": (["simulate", "rate=abc"], r"rate=abc: expected a number above 0"),
     "infinite rate": (["simulate", "rate=inf"], r"rate=inf: expected a number"),
@@ -152,6 +164,7 @@ def test_x1_mistakes_are_one_line_and_exit_code_2(name: str, capsys: pytest.Capt
     line = only_line(capsys)
     assert line.startswith("confsim")
     assert re.search(expected, line), line
+    assert not any(Path("outputs").glob("*"))  # nothing ran, nothing is left
 
 
 def test_defects_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

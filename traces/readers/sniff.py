@@ -77,7 +77,9 @@ def require_format(path: Path, expected: str) -> None:
     """Raise `InputError` when the content is that of another format than `expected`."""
     found = sniff(path)
     if found.format not in (None, expected):
-        raise InputError(f"{path}: a {found.format} file, not {expected} ({found.evidence}); use trace={found.format}")
+        article = "an" if str(found.format)[0] in "aeiou" else "a"
+        text = f"{path}: {article} {found.format} file, not {expected} ({found.evidence})"
+        raise InputError(f"{text}; use trace={found.format}")
 
 
 def _head(path: Path) -> tuple[bytes, bytes]:
