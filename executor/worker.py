@@ -26,8 +26,8 @@ def main() -> int:
         connection.send(failure(config.rank, -1, error))
         return 1
     try:
-        good = serve(_Line(connection), config, lambda: connect_processes(config), device)
-    except EOFError:
+        good = serve(_Line(connection, folder), config, lambda: connect_processes(config), device)
+    except (EOFError, ConnectionError):
         shutil.rmtree(folder, ignore_errors=True)  # the driver is gone and cannot tidy up
         good = False
     sys.stderr.flush()
@@ -38,18 +38,20 @@ def main() -> int:
 class _Line:
     """A socket as a rank's channel."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, folder: str) -> None:
         self._connection = connection
+        self._folder = folder
 
     def receive(self):  # type: ignore[no-untyped-def]
         """The next message."""
         return self._connection.recv()
 
     def send(self, message: object) -> None:
-        """Answer; a driver that is gone needs none."""
+        """Answer; a driver that is gone needs none, and cannot tidy up."""
         try:
             self._connection.send(message)
-        except (BrokenPipeError, ConnectionResetError):
+        except ConnectionError:
+            shutil.rmtree(self._folder, ignore_errors=True)
             os._exit(1)
 
 

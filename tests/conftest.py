@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+    # Started in the background of a script: what tests start would inherit it and could not be interrupted.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 ENV = "CONFSIM_SHARED"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from confsim.errors import InputError
 from confsim.plan import PrefillChunk
 from confsim.policies.base import Dispatch
 from confsim.request import Request
@@ -25,6 +26,12 @@ class Limits:
     chunk_tokens: int | None = None
     max_batched_tokens: int = 8192
     max_partial_prefills: int = 4
+
+    def __post_init__(self) -> None:
+        for key in ("max_batched_tokens", "max_partial_prefills"):
+            if getattr(self, key) < 1:
+                raise InputError(f"scheme.{key}={getattr(self, key)}: use 1 or more")
+
     prefill_first: bool = False
 
 

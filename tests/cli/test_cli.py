@@ -111,6 +111,8 @@ MISTAKES = {
         ["simulate", "kv.capacity_tokens=abc"],
         r"capacity_tokens=abc: expected a whole",
     ),
+    "no prompt in progress": (["simulate", "scheme.max_partial_prefills=0"], r"max_partial_prefills=0: use 1 or more"),
+    "no token a batch": (["simulate", "scheme.max_batched_tokens=0"], r"max_batched_tokens=0: use 1 or more"),
     "part of a GPU": (["simulate", "cluster.gpus=2.5"], r"cluster.gpus=2.5: expected a whole number"),
     "no checkpoint": (["simulate", "model=hf"], r"model.hf_config is not set"),
     "model of no executor": (["simulate", "model=executor"], r"model=executor is the model of an executor"),

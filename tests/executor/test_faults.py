@@ -246,6 +246,9 @@ def test_driver_interrupted_or_killed(name: str) -> None:
     process.send_signal(getattr(signal, name))
     _, errors = process.communicate(timeout=30)
     assert _gone(pids, 10.0)
+    deadline = time.monotonic() + 10.0
+    while folder.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert not folder.exists()
     if name == "SIGINT":
         assert errors.strip().splitlines()[-1] == "KeyboardInterrupt"
