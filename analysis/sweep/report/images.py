@@ -36,7 +36,7 @@ def write_images(
     if kind not in FORMATS:
         raise InputError(f"images={kind}: use {' or '.join(FORMATS)}, or null for none")
     if importlib.util.find_spec("kaleido") is None:
-        return [f"no {kind} images: kaleido is not installed (pip install kaleido); the page needs none"]
+        return [f"no {kind} images: kaleido is not installed (pip install 'confsim[images]'); the page needs none"]
     browser = browser_path()
     if browser is None:
         return [f"no {kind} images: no Chrome or Chromium found (set BROWSER_PATH); the page needs none"]
