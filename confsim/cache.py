@@ -26,6 +26,7 @@ import platformdirs
 import pyarrow as pa
 
 from confsim.provenance import digest, file_digest
+from traces.source import found
 from traces.trace import SCHEMA, Trace
 
 ROOT_ENV = "CONFSIM_CACHE"
@@ -77,15 +78,15 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def named_files(tree: Tree) -> dict[str, str]:
     """SHA-256 of each file (of a folder: of its `config.json`) that a configuration names, by key."""
-    found = {}
+    digests = {}
     for key, value in leaves(tree):
         if isinstance(value, str) and value and "\0" not in value and not key.endswith("_target_"):
             with suppress(OSError, RuntimeError):  # no such user, a name too long: not a file
-                path = Path(value).expanduser()
+                path = found(Path(value).expanduser())
                 path = path / "config.json" if path.is_dir() else path
                 if path.is_file():
-                    found[key] = _digest_now(path)
-    return found
+                    digests[key] = _digest_now(path)
+    return digests
 
 
 def _digest_now(path: Path) -> str:

@@ -187,6 +187,11 @@ def test_named_files_and_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert list(found) == ["trace.path"]
     Path("trace.csv").write_text("bc")
     assert named_files({"path": "trace.csv"})["path"] != found["trace.path"]
+    monkeypatch.setenv("CONFSIM_CACHE", str(tmp_path / "user"))
+    (tmp_path / "user" / "traces").mkdir(parents=True)
+    (tmp_path / "user" / "traces" / "fetched.jsonl").write_text("a")
+    fetched = named_files({"path": "fetched.jsonl"})  # a bare name of a fetched trace
+    assert fetched["path"] == found["trace.path"]
     assert code_digest("confsim") != code_digest("confsim", "traces")
     assert code_digest("no_such_module_here") == code_digest()
 
