@@ -274,3 +274,39 @@ def test_sweep_from_python_warns_of_failures_and_refuses_nonsense() -> None:
         confsim.sweep(CHEAP, {"rate": 3})  # type: ignore[dict-item]
     with pytest.raises(InputError, match="expected a list of values"):
         confsim.sweep(CHEAP, {"scheme": "conflux"})
+
+
+def test_t17_contradictions_are_mistakes_and_labels_say_what_ran(capfd: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(*CHEAP, "arrivals=closed_loop", "rate=1,2", "hydra.sweep.dir=a") == 2
+    assert "2 of 2 runs failed" in capfd.readouterr().err
+    outcome = run("b", *CHEAP, "arrivals=poisson,gamma", "rate=1,4")
+    labels = dict(zip(outcome.table["label"].to_pylist(), outcome.table["rate"].to_pylist(), strict=True))
+    assert all(f"{rate} req/s" in label for label, rate in labels.items())
+    assert len(labels) == 4
+
+
+def test_s16_a_report_flags_results_of_different_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from analysis.sweep.report import write_sweep_report
+
+    for commit, rate in (("a" * 40, 1), ("b" * 40, 2)):
+        state = {"git_commit": commit, "git_dirty": False}
+        monkeypatch.setattr("confsim.provenance.source_state", lambda root=None, state=state: state)
+        run(f"s{rate}", *CHEAP, f"rate={rate}")
+    page, _ = write_sweep_report([Path("s1"), Path("s2")], tmp_path / "report.html")
+    assert "results come from different commits (aaaaaaaaaaaa" in page.read_text()
+
+
+def test_h6_multi_rank_runs_get_a_resolved_configuration(tmp_path: Path, command_line: Any) -> None:
+    """Two ranks on this CPU are the clock of each run, in workers that never saw the command line."""
+    pytest.importorskip("torch")
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="hydra-joblib-launcher is not installed")
+    words = ["backend=live", "latency=affine", "trace=fixed", "trace.requests=3", "trace.output_tokens=4"]
+    words += ["trace.interval_s=0.01", "arrivals=recorded", "trace.prompt_tokens=32,48", "hydra.sweep.dir=s"]
+    done = command_line("simulate", "-m", *words, "hydra/launcher=joblib", "hydra.launcher.n_jobs=1")
+    assert done.returncode == 0, done.stderr
+    frame = pd.read_parquet(tmp_path / "s" / "results.parquet")
+    assert list(frame["requests.completed"]) == [3, 3]
+    for name, prompt in zip(frame["id"], (32, 48), strict=True):
+        record = (tmp_path / "s" / "runs" / name / "run.json").read_text()
+        assert "${" not in record
+        assert json.loads(record)["config"]["trace"]["prompt_tokens"] == prompt
