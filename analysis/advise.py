@@ -87,8 +87,18 @@ def _goodput(cfg: DictConfig, folder: Path, listener: Listener | None) -> tuple[
     for order, names in by_order.items():
         result = compare(_search(cfg, order, names), folder / (order or "policy"), listener)
         label = str(result["label"])
-        found |= {name: {**scheme, "order": result["policy"]} for name, scheme in result["schemes"].items()}
+        for name, scheme in result["schemes"].items():
+            found[name] = {**scheme, "order": result["policy"], "options": _options(cfg, name)}
     return found, label
+
+
+def _options(cfg: DictConfig, name: str) -> dict[str, Any]:
+    """What a scheme runs with besides its defaults; searched values are among the chosen ones."""
+    merged = OmegaConf.to_container(
+        OmegaConf.merge((cfg.best_options or {}).get(name) or {}, cfg.per_scheme.get(name, {}))
+    )
+    assert isinstance(merged, dict)
+    return {str(key): value for key, value in merged.items() if value not in ("auto", "tuned")}
 
 
 def _search(cfg: DictConfig, order: str | None, names: list[str]) -> DictConfig:
@@ -119,7 +129,7 @@ def _load(cfg: DictConfig, lengths: Lengths, best: dict[str, Any]) -> dict[str, 
 
 
 def _row(scheme: dict[str, Any]) -> dict[str, Any]:
-    keys = ("goodput", "goodput_per_gpu", "order", "chosen", "structural", "warnings")
+    keys = ("goodput", "goodput_per_gpu", "order", "options", "chosen", "structural", "warnings")
     return {**{key: scheme[key] for key in keys}, "zero_load": scheme["zero_load"]["attainment"]}
 
 

@@ -199,6 +199,9 @@ def explain(error: BaseException, overrides: Sequence[str] = (), command: str = 
     )
     if key:
         return _unknown_key(key["key"].split("@")[0], overrides, command)
+    missing_value = re.search(r"Missing mandatory value: (?P<key>\S+)", text)
+    if missing_value:
+        return f"{missing_value['key']} is not set: add {missing_value['key']}=..."
     if "Ambiguous value for argument" in text:
         where = re.search(r"argument '([^']+)'", text)
         return (

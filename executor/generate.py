@@ -121,7 +121,10 @@ def _prompt(item: Any, tokenizer: Tokenizer | None, index: int) -> Prompt:
 
 def _read_file(path: Path) -> list[Any]:
     try:
-        lines = path.read_text().splitlines()
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            raise InputError(f"prompts={path}: not UTF-8 text; is this a binary file?") from error
     except OSError as error:
         raise InputError(f"prompts={path}: cannot be read ({error})") from error
     if path.suffix == ".txt":

@@ -92,7 +92,9 @@ def _table(result: dict[str, Any]) -> Table:
     for name in ("goodput req/s", "a GPU", "attained alone"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, scheme in result["schemes"].items():
-        options = ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in scheme["chosen"].items())
+        options = ", ".join(
+            f"{key.rpartition('.')[2]}={value}" for key, value in {**scheme["options"], **scheme["chosen"]}.items()
+        )
         goodput = f"{rate(scheme['goodput'])}{' (structural)' if scheme['structural'] else ''}"
         cells = (goodput, rate(scheme["goodput_per_gpu"]), share(scheme["zero_load"]))
         table.add_row(name, scheme["order"], options, *cells)
