@@ -121,12 +121,11 @@ def _prompt(item: Any, tokenizer: Tokenizer | None, index: int) -> Prompt:
 
 def _read_file(path: Path) -> list[Any]:
     try:
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except UnicodeDecodeError as error:
-            raise InputError(f"prompts={path}: not UTF-8 text; is this a binary file?") from error
+        lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise InputError(f"prompts={path}: cannot be read ({error})") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"prompts={path}: not UTF-8 text; is this a binary file?") from error
     if path.suffix == ".txt":
         return [line for line in lines if line.strip()]
     return [_json_line(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
