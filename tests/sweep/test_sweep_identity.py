@@ -101,7 +101,7 @@ def test_relevant_keeps_everything_else() -> None:
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("simulate", ["rate=1,2.5", "scheme=conflux,chunked_prefill", "seed=range(0,2)", "slo.rule=deadline,max_gap"]),
+        ("simulate", ["rate=1,2.5", "scheme=conflux,chunked_prefill", "seed=range(1,2)", "slo.rule=deadline,max_gap"]),
         ("simulate", ["trace=fixed", "trace.prompt_tokens=10,20", "trace.window=[0,5],[0,null]", "horizon_s=null,3"]),
         ("simulate", ["+model.name='a b','c,d'", "kv.prefix_cache=true,off"]),
         ("goodput", ["scheme=conflux,chunked_prefill", "scheme.max_batched_tokens=1024,2048", "slo.tbt_s=0.1"]),

@@ -63,13 +63,14 @@ def test_h3_a_killed_sweep_resumes_to_the_same_bytes(tmp_path: Path, confsim_pro
     assert "6 of 6 results" in out
 
     killed = confsim_process(*words, "hydra.sweep.dir=killed")
-    wait_for(lambda: len(finished(tmp_path / "killed")) >= 3, killed)
+    drafts = tmp_path / "killed" / "runs"
+    wait_for(lambda: len(finished(tmp_path / "killed")) >= 3 and list(drafts.glob(".*")), killed)
     os.kill(killed.pid, signal.SIGKILL)
     killed.communicate(timeout=60)
     before = {path: path.stat().st_mtime_ns for path in finished(tmp_path / "killed")}
     assert 3 <= len(before) < 6
     assert not (tmp_path / "killed" / "results.parquet").exists()
-    assert list((tmp_path / "killed" / "runs").glob(".*")), "a run was half-written"
+    assert list(drafts.glob(".*")), "a run was half-written"
 
     again = confsim_process(*words, "hydra.sweep.dir=killed")
     out, err = again.communicate(timeout=240)
