@@ -244,7 +244,10 @@ def test_driver_interrupted_or_killed(name: str) -> None:
     """Ctrl-C, or the driver killed outright: ranks and their folder are gone soon after."""
     process, pids, folder = _start_script()
     process.send_signal(getattr(signal, name))
-    _, errors = process.communicate(timeout=30)
+    try:
+        _, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
     assert _gone(pids, 10.0)
     deadline = time.monotonic() + 10.0
     while folder.exists() and time.monotonic() < deadline:

@@ -127,7 +127,7 @@ def test_the_result_is_written_and_the_same_again(tmp_path: Any) -> None:
     [
         ("decodes_per_gpu=[1,2]", "give one number, or 4"),
         ("decodes_per_gpu=-1", "whole number"),
-        ("decodes_per_gpu=abc", "whole number"),
+        ("decodes_per_gpu=abc", "expected a number"),
         ("decode_context=0", "decode_context=0"),
         ("decode_tokens=5000", "too short"),
         ("prefills=0", "prefills=0"),
