@@ -31,6 +31,10 @@ MODULES = {
 __all__ = ["Result", "build", "compose", "load_trace", "simulate", "sweep"]
 
 
+def __dir__() -> list[str]:
+    return sorted([*globals(), *MODULES])
+
+
 def __getattr__(name: str) -> Any:
     """Load the library on first use, so that importing a part of it stays quick."""
     if name in MODULES:

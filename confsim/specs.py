@@ -30,6 +30,11 @@ class ModelSpec:
     kv_cache_dtype: str | None = None  # None: as torch_dtype
 
     def __post_init__(self) -> None:
+        for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"):
+            if getattr(self, key) < 1:
+                raise InputError(f"model.{key}={getattr(self, key)}: use 1 or more")
+        if self.max_context_tokens is not None and self.max_context_tokens < 1:
+            raise InputError(f"model.max_context_tokens={self.max_context_tokens}: use 1 or more, or null for no limit")
         for key in ("torch_dtype", "gemm_dtype", "kv_cache_dtype"):
             value = getattr(self, key)
             if value is not None and value not in DTYPE_BYTES:
