@@ -110,6 +110,12 @@ class DecodeLoop:
         self._prepaid = [0] * len(self.batches)
         self.grown = False
 
+    def retreat(self, steps: int) -> None:
+        """Take back the last iterations that `advance` appended."""
+        del self.times[len(self.times) - steps :]
+        for batch in self.batches:
+            batch.context_tokens -= batch.count * steps
+
     def step(self, end_s: float) -> list[Request]:
         """End an iteration; returns the requests whose last token it was, still in the loop."""
         times = self.times

@@ -136,6 +136,15 @@ class Track:
             if row.steps > 1:
                 self.rows.append(row._replace(steps=row.steps - 1))
 
+    def cut_run(self, steps: int) -> None:
+        """Keep the first `steps` iterations of the run that was recorded last."""
+        row = self.rows[-1]
+        dropped = row.steps - steps
+        del self.ends[len(self.ends) - dropped :]
+        del self.attention[len(self.attention) - dropped :]
+        growth = [(step, blocks) for step, blocks in row.growth if step < steps]
+        self.rows[-1] = row._replace(steps=steps, growth=growth)
+
     def busy_s(self) -> float:
         """Seconds in which an iteration ran."""
         steps = np.fromiter((row.steps for row in self.rows), np.int64, len(self.rows))

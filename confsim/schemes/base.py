@@ -144,10 +144,10 @@ class Instance(ABC):
             AssertionError: if a pool's books do not balance.
         """
 
-    def spawn(self, loop: Generator[simpy.Event, Any, None]) -> None:
+    def spawn(self, loop: Generator[simpy.Event, Any, None]) -> simpy.Process:
         """Run a loop as a SimPy process until `close`."""
         self._loops.append(loop)
-        self.env.process(loop)
+        return self.env.process(loop)
 
     def close(self) -> None:
         """End the loops, which wait for events that will never come and would keep the instance in memory."""

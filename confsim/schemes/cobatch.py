@@ -5,6 +5,7 @@ Conflux, chunked prefill and uniform sequence parallelism are this loop with dif
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Generator, Mapping, Sequence
 from time import perf_counter
 from typing import Any
@@ -22,6 +23,8 @@ from confsim.schemes.base import Instance, Setup
 from confsim.schemes.cost import CoBatchCost, DecodeLoad
 from confsim.schemes.fill import Fill, Guess, Limits
 from confsim.schemes.holders import Holders
+
+AHEAD_STEPS = 32  # decode-only iterations looked ahead to where an event may cut them
 
 
 class CoBatchInstance(Instance):
@@ -61,7 +64,9 @@ class CoBatchInstance(Instance):
         self._coming = [0] * len(kv.pools)  # context of requests placed on a group that do not decode yet
         self._blocked = False  # the head of the queue waits for KV
         self._wake: simpy.Event | None = None
-        self.spawn(self._run())
+        self.crowded = setup.cluster.instances > 1  # most events of the run are not this instance's
+        self._ahead: DecodeRun | None = None  # looked ahead to; an event of this instance cuts it
+        self._process = self.spawn(self._run())
 
     # What an engine and routers ask
 
@@ -161,13 +166,14 @@ class CoBatchInstance(Instance):
         """Iterations of nothing but the same decodes, up to the next end, event or shortage of KV."""
         env, loop, cost = self.env, self.loop, self.cost
         start_s = env.now
-        steps = loop.steps_to_end()
-        until_s = env.peek()
+        steps, until_s = loop.steps_to_end(), env.peek()
+        if self.crowded:
+            steps, until_s = min(steps, AHEAD_STEPS), float("inf")
         used = self._used_blocks()
         run = cost.decode_run(loop.batches, load, start_s, until_s, steps, self._noise)
         growth = self._grow_ahead(run)
         ends = run.ends_s
-        self._lockstep_wait_s += len(ends) * cost.lockstep_wait_s(loop.batches, load)
+        wait_s = cost.lockstep_wait_s(loop.batches, load)
         context = sum(batch.context_tokens for batch in loop.batches)
         linear_s = cost.linear_s(load, load.peak, 0)
         head_s = cost.latency.head_s(load.peak)
@@ -175,9 +181,29 @@ class CoBatchInstance(Instance):
         if len(ends) > 1:
             loop.advance(ends[:-1])
             loop.grown = True
-        yield env.timeout(ends[-1] - start_s)
+        self._ahead = run if self.crowded else None
+        try:
+            yield env.timeout(ends[-1] - start_s)
+        except simpy.Interrupt:
+            yield env.timeout(ends[-1] - env.now)
+        self._ahead = None
+        self._lockstep_wait_s += len(ends) * wait_s
         for request in loop.step(env.now):
             self._finish(request)
+
+    def _cut_ahead(self, run: DecodeRun) -> None:
+        """An event of this instance: of the iterations looked ahead to, the one that runs now is the last."""
+        steps, planned = bisect_left(run.ends_s, self.env.now) + 1, len(run.ends_s)
+        if steps >= planned:
+            return
+        loop, units = self.loop, self.kv.units_per_block
+        run.cut(steps)
+        loop.retreat(planned - steps)
+        for step in range(1, planned - steps + 1):
+            for group, pool in enumerate(self.kv.pools):
+                pool.held -= loop.growth(group, step) * units
+        self._track.cut_run(steps)
+        self._process.interrupt()
 
     def _grow_ahead(self, run: DecodeRun) -> list[tuple[int, int]]:
         """Take the blocks of a run's further iterations, cut where they are short; returns (step, blocks) taken."""
@@ -188,7 +214,8 @@ class CoBatchInstance(Instance):
             needs = [loop.growth(group, ahead) for group in groups]
             if not any(needs):
                 continue
-            if any(needs[group] * units > pools[group].available for group in groups):
+            room = [pool.free if self.crowded else pool.available for pool in pools]  # evicted blocks cannot come back
+            if any(needs[group] * units > room[group] for group in groups):
                 run.cut(ahead)
                 break
             for group in groups:
@@ -197,6 +224,8 @@ class CoBatchInstance(Instance):
         return taken
 
     def _rouse(self) -> None:
+        if self._ahead is not None:
+            self._cut_ahead(self._ahead)
         if self._wake is not None and not self._wake.triggered:
             self._wake.succeed()
 

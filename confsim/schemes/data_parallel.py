@@ -87,6 +87,7 @@ class Replica(CoBatchInstance):
         """Become replica `index` of `home`."""
         self._home = home
         self._index = index
+        self.crowded = True
 
     def complete(self, request: Request, time_s: float) -> None:
         """A request's last token is out."""
