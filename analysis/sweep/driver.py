@@ -110,6 +110,8 @@ class Sweep:
                 self._rounds(todo, capacity, tally, shown)
             except KeyboardInterrupt:
                 self._interrupted = True
+                _end_others(self.folder.work)
+                self.folder.clean()  # a worker that is interrupted twice leaves the run that it was writing
             finally:
                 shown.close()
             return self._outcome(tasks, reused, tally)
