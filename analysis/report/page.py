@@ -35,6 +35,12 @@ class Page:
         if note:
             self.add(f'<p class="soft">{escape(note)}</p>')
 
+    def warnings(self, lines: Sequence[str]) -> None:
+        """What a reader has to know first; nothing if there is none."""
+        if lines:
+            items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+            self.add(f'<div class="warnings"><h2>Warnings</h2><ul>{items}</ul></div>')
+
     def figure(self, figure: draw.Figure | None, caption: str = "") -> None:
         """A figure with what it shows; nothing if there is none."""
         if figure is None:

@@ -43,7 +43,7 @@ def render(content: Mapping[str, Any], iterations: pa.Table, requests: pa.Table)
     tone = "good" if content["met"] else "bad"
     page.add(f'<p><span class="{tone}">{escape(content["verdict"])}</span></p>')
     _cards(page, content)
-    _warnings(page, content["warnings"])
+    page.warnings(content["warnings"])
     _errors(page, content)
     _iterations(page, iterations)
     _requests(page, content, requests)
@@ -73,12 +73,6 @@ def _cards(page: Page, content: Mapping[str, Any]) -> None:
     )
     boxes = "".join(f'<div class="card"><b>{escape(a)}</b><span>{escape(b)}</span></div>' for a, b in cards)
     page.add(f'<div class="cards">{boxes}</div>')
-
-
-def _warnings(page: Page, lines: Sequence[str]) -> None:
-    if lines:
-        items = "".join(f"<li>{escape(line)}</li>" for line in lines)
-        page.add(f'<div class="warnings"><h2>Warnings</h2><ul>{items}</ul></div>')
 
 
 def _errors(page: Page, content: Mapping[str, Any]) -> None:

@@ -35,19 +35,13 @@ def render(content: Mapping[str, Any], rows: Rows) -> str:
     page = Page()
     page.add("<h1>Simulated against measured engines</h1>")
     page.add(f'<p class="soft">{escape(content["label"])}</p>')
-    _warnings(page, content["warnings"])
+    page.warnings(content["warnings"])
     _errors(page, content)
     _parity(page, rows)
     _worst(page, rows)
     _constants(page, content)
     _protocol(page, content)
     return page.html("Simulated against measured engines")
-
-
-def _warnings(page: Page, lines: Sequence[str]) -> None:
-    if lines:
-        items = "".join(f"<li>{escape(line)}</li>" for line in lines)
-        page.add(f'<div class="warnings"><h2>Warnings</h2><ul>{items}</ul></div>')
 
 
 def _errors(page: Page, content: Mapping[str, Any]) -> None:
