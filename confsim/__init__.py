@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from confsim import native
+
 if TYPE_CHECKING:
     from confsim.api import Result as Result
     from confsim.api import build as build
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from confsim.api import simulate as simulate
 
     sweep: Any  # analysis.sweep.api.sweep(base, axes, ...) -> pandas.DataFrame
+
+native.activate()
 
 MODULES = {
     "Result": "confsim.api",

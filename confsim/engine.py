@@ -16,7 +16,6 @@ import simpy
 from confsim import summary
 from confsim.backend import open_run
 from confsim.errors import InputError
-from confsim.kv import KvConfig
 from confsim.ledger import Ledger, Oracle, Watch
 from confsim.policies import Policy
 from confsim.request import Request
@@ -24,7 +23,7 @@ from confsim.result import Result, Verdict
 from confsim.routers.base import new_router
 from confsim.schemes.base import BackendFactory, Instance, LatencySource, Scheme, Setup
 from confsim.slo import Slo
-from confsim.specs import ClusterSpec, GpuSpec, ModelSpec
+from confsim.specs import ClusterSpec, GpuSpec, KvConfig, ModelSpec
 from traces.arrivals.base import Arrivals
 from traces.load import Load
 from traces.prefix import chained_ids
@@ -181,6 +180,7 @@ class Run:
                 raise
         finally:
             if collecting:
+                _settle_garbage()
                 gc.enable()
         self.ledger.cut(self.env.now)
 
@@ -293,6 +293,13 @@ class Run:
     def _undecided(self) -> bool:
         ledger = self.ledger
         return self.watch is not None and ledger.completed + ledger.rejected < ledger.injected
+
+
+def _settle_garbage() -> None:
+    """Count what a run made as old, so that the next collection of young objects does not walk all of it."""
+    if not gc.get_freeze_count():
+        gc.freeze()
+        gc.unfreeze()
 
 
 def _block_ids(simulation: Simulation, load: Load) -> list[tuple[int, ...]]:

@@ -8,32 +8,11 @@ A decode's block on its own group takes `units_per_block`.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import Protocol
 
 from confsim.errors import InputError
 from confsim.request import Request
-
-
-@dataclass(frozen=True)
-class KvConfig:
-    """`capacity_tokens` is a group's (None: from memory); `admission` is `prompt` or `step`."""
-
-    block_tokens: int = 16
-    capacity_tokens: int | None = None
-    utilisation: float = 0.9
-    prefix_cache: bool = False
-    admission: str = "prompt"
-
-    def __post_init__(self) -> None:
-        if self.block_tokens < 1:
-            raise InputError(f"kv.block_tokens={self.block_tokens}: use 1 or more")
-        if self.capacity_tokens is not None and self.capacity_tokens < self.block_tokens:
-            raise InputError(f"kv.capacity_tokens={self.capacity_tokens}: use at least one block, {self.block_tokens}")
-        if not 0 < self.utilisation <= 1:
-            raise InputError(f"kv.utilisation={self.utilisation}: use a share above 0 and up to 1")
-        if self.admission not in ("prompt", "step"):
-            raise InputError(f"kv.admission={self.admission}: use prompt or step")
+from confsim.specs import KvConfig
 
 
 class BlockPool:

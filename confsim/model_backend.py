@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from mypy_extensions import mypyc_attr
 
 from confsim.plan import IterationPlan, IterationTiming
 
@@ -72,6 +73,7 @@ class ModelBackend:
         """Nothing is held."""
 
 
+@mypyc_attr(native_class=False)
 @dataclass(frozen=True)
 class ModelBackendConfig:
     """`backend=model`."""

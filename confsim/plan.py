@@ -41,16 +41,26 @@ class PrefillChunk(NamedTuple):
         return sum(self.shards)
 
 
+class DecodeLoad(NamedTuple):
+    """What the decodes of an iteration weigh, fixed while its prefill is planned."""
+
+    counts: tuple[int, ...]  # decode tokens stacked on each group
+    peak: int
+    total: int
+    attention_s: float  # predicted
+
+
 class IterationPlan(NamedTuple):
     """One iteration over all groups: prefill chunks in queue order, and one decode batch a group.
 
     `released` names the requests whose KV was freed since the previous plan (ended or preempted): a backend that
-    holds real KV drops theirs before it runs.
+    holds real KV drops theirs before it runs. `load` is the weight of the decodes where the planner knows it.
     """
 
     prefill: tuple[PrefillChunk, ...]
     decode: tuple[DecodeBatch, ...]
     released: tuple[int, ...] = ()
+    load: DecodeLoad | None = None
 
     def shards(self, groups: int) -> tuple[int, ...]:
         """Prefill tokens of each group over all chunks."""

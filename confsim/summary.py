@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from confsim import metrics
+from confsim import metrics, native
 from confsim.ledger import Ledger
 from confsim.provenance import provenance
 from confsim.request import Request
@@ -312,4 +312,5 @@ def timing(ledger: Ledger, wall_s: float) -> dict[str, Any]:
         "wall_s": wall_s,
         "iterations_per_s": steps / wall_s if wall_s > 0 else None,
         "schedule_pass_us": pass_us,
+        "compiled": native.active(),
     }

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from confsim.kv import KvConfig
+from confsim.specs import KvConfig
 from executor.config import Device, ExecutorConfig, Layout, ModelConfig, Rope
 from executor.errors import RankError
 from executor.runtime import Runtime

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from confsim.errors import InputError
-from confsim.kv import KvConfig
 from confsim.parallel import HeadSplit, split_heads, split_heads_xp
-from confsim.specs import ModelSpec
+from confsim.specs import KvConfig, ModelSpec
 
 FAMILIES = ("llama", "qwen3")
 LAYOUTS = ("xp", "tp", "sp", "mux")

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from confsim.errors import InputError
-from confsim.kv import KvConfig
+from confsim.specs import KvConfig
 from executor.collectives import Groups, torch_groups
 from executor.config import Device, Layout, ModelConfig
 from executor.errors import RankError

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from confsim.kv import KvConfig
+from confsim.specs import KvConfig
 
 
 class KvExhausted(RuntimeError):

@@ -10,12 +10,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from confsim.errors import InputError
-from confsim.kv import KvConfig
 from confsim.model_backend import Noise
 from confsim.plan import DecodeBatch, IterationPlan, IterationTiming, PrefillChunk
 from confsim.request import Request
 from confsim.schemes.cost import CoBatchCost, in_turn
-from confsim.specs import ClusterSpec
+from confsim.specs import ClusterSpec, KvConfig
 from executor.backend import LAYOUT_OF_SCHEME, LiveBackend
 from executor.config import Device, ExecutorConfig, Layout
 from executor.parts import parts_of

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from confsim.kv import KvConfig
 from confsim.plan import IterationPlan
+from confsim.specs import KvConfig
 from executor.config import Device, Layout, ModelConfig, Sampling
 
 

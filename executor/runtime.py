@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from confsim.errors import InputError
-from confsim.kv import KvConfig
 from confsim.plan import IterationPlan, IterationTiming, PrefillChunk
+from confsim.specs import KvConfig
 from executor.config import Device, ExecutorConfig, Layout, ModelConfig, Sampling
 from executor.errors import RankError
 from executor.message import NewRequest, Ready, Report, resolve

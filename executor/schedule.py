@@ -6,9 +6,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from confsim.kv import InPlaceKv, KvConfig, MigratingKv
+from confsim.kv import InPlaceKv, MigratingKv
 from confsim.plan import DecodeBatch, IterationPlan, PrefillChunk
 from confsim.request import Request
+from confsim.specs import KvConfig
 from executor.config import Layout, ModelConfig
 
 Split = Callable[[int, tuple[int, ...]], tuple[int, ...]]  # tokens, decodes by group -> shards

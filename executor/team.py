@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from confsim.kv import KvConfig
+from confsim.specs import KvConfig
 from executor.collectives import Meeting, thread_groups, thread_meetings
 from executor.config import Device, Layout, ModelConfig
 from executor.errors import RankError

@@ -34,7 +34,6 @@ import pyarrow as pa
 from analysis.validate.silicon_rows import FAMILIES, Family, Measured
 from confsim.configuration import compose
 from confsim.engine import Simulation
-from confsim.kv import KvConfig
 from confsim.latency.compiled import CompiledLatency, Dense
 from confsim.latency.config import FittedLatency
 from confsim.latency.fit.command import fit_from
@@ -44,7 +43,7 @@ from confsim.model_backend import ModelBackendConfig
 from confsim.policies import Policy
 from confsim.schemes.chunked_prefill import ChunkedPrefill
 from confsim.slo import Slo
-from confsim.specs import ClusterSpec, GpuSpec, ModelSpec
+from confsim.specs import ClusterSpec, GpuSpec, KvConfig, ModelSpec
 from traces.arrivals import ClosedLoop
 from traces.arrivals.base import Arrivals
 from traces.load import Load

@@ -9,9 +9,10 @@ from typing import Any, Protocol
 
 import numpy as np
 import simpy
+from mypy_extensions import mypyc_attr
 
 from confsim.backend import Backend
-from confsim.kv import BlockPool, KvConfig
+from confsim.kv import BlockPool
 from confsim.latency.base import LatencyModel
 from confsim.latency.share import SmShares
 from confsim.ledger import Ledger
@@ -20,7 +21,7 @@ from confsim.model_backend import Cost, Noise
 from confsim.policies import Policy
 from confsim.request import Request
 from confsim.slo import Slo
-from confsim.specs import ClusterSpec, GpuSpec, ModelSpec
+from confsim.specs import ClusterSpec, GpuSpec, KvConfig, ModelSpec
 
 
 class LatencySource(Protocol):
@@ -48,6 +49,7 @@ class BackendFactory(Protocol):
         """A backend for one loop."""
 
 
+@mypyc_attr(native_class=False)
 @dataclass(frozen=True)
 class Setup:
     """Everything that an instance is built from."""
@@ -79,6 +81,7 @@ class Setup:
         return Noise(self.noise_std, np.random.default_rng([self.seed, 0x4E, self.instance, stream]))
 
 
+@mypyc_attr(native_class=False)
 @dataclass(frozen=True)
 class KvReport:
     """KV of a scheme as results state it: `groups` pools of `gpus_a_group` GPUs, each of `capacity_tokens`."""
@@ -113,6 +116,7 @@ def group_kv(
     return KvReport(1, tp * sp, int(capacity.tokens / capacity.shard_fraction), capacity)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Instance(ABC):
     """One serving instance: it takes requests and runs its loops as SimPy processes."""
 

@@ -11,22 +11,24 @@ from time import perf_counter
 from typing import Any
 
 import simpy
+from mypy_extensions import mypyc_attr
 
 from confsim.backend import Backend
 from confsim.kv import BlockPool, InPlaceKv, MigratingKv
 from confsim.model_backend import ModelBackend
-from confsim.plan import DecodeBatch, IterationPlan, IterationTiming, PrefillChunk
+from confsim.plan import DecodeBatch, DecodeLoad, IterationPlan, IterationTiming, PrefillChunk
 from confsim.policies.base import Dispatch, GroupLoad, Placement
 from confsim.record import DecodeRun
 from confsim.request import Request
 from confsim.schemes.base import Instance, Setup
-from confsim.schemes.cost import CoBatchCost, DecodeLoad
-from confsim.schemes.fill import Fill, Guess, Limits
+from confsim.schemes.cost import CoBatchCost
+from confsim.schemes.fill import Fill, Limits
 from confsim.schemes.holders import Holders
 
 AHEAD_STEPS = 32  # decode-only iterations looked ahead to where an event may cut them
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class CoBatchInstance(Instance):
     """The loop: plan, have the backend time the plan, apply what came out."""
 
@@ -44,7 +46,6 @@ class CoBatchInstance(Instance):
         self.cost = cost
         self.kv = kv
         self.limits = limits
-        self._dispatch = dispatch
         self._placement = placement
         self._queue = setup.policy.new_order()
         self.loop = self.ledger.new_loop(len(kv.pools), kv.block_tokens)
@@ -53,7 +54,7 @@ class CoBatchInstance(Instance):
         self._noise = setup.noise(self.loop.index)
         latency = cost.latency
         self._backend: Backend = setup.backend.create(cost, self._noise, latency.tp, latency.sp, name)
-        self._guess = Guess()
+        self._fill = Fill(cost, dispatch, limits, kv.block_tokens)
         self._holders = Holders()
         self._partials: dict[int, Request] = {}  # prompts in progress
         self._in_transfer = 0
@@ -182,9 +183,12 @@ class CoBatchInstance(Instance):
             loop.advance(ends[:-1])
             loop.grown = True
         self._ahead = run if self.crowded else None
+        cut = False
         try:
             yield env.timeout(ends[-1] - start_s)
         except simpy.Interrupt:
+            cut = True
+        if cut:
             yield env.timeout(ends[-1] - env.now)
         self._ahead = None
         self._lockstep_wait_s += len(ends) * wait_s
@@ -252,11 +256,11 @@ class CoBatchInstance(Instance):
             chunks = self._chunks(now_s, self.cost.load(self._paused) if pause else load)
             if pause and chunks:
                 batches = self._paused
-        if batches is self._paused or self.ledger.preemptions != preempted:
-            load = self.cost.load(batches)
+            if batches is self._paused or self.ledger.preemptions != preempted:
+                load = self.cost.load(batches)
         if not chunks and not load.total:
             return None, load
-        plan = IterationPlan(chunks, batches, tuple(self._released))
+        plan = IterationPlan(chunks, batches, tuple(self._released), load)
         self._released.clear()
         return plan, load
 
@@ -282,12 +286,13 @@ class CoBatchInstance(Instance):
 
     def _chunks(self, now_s: float, load: DecodeLoad) -> tuple[PrefillChunk, ...]:
         """Prefill chunks in queue order, as much as the iteration has room for."""
-        fill = Fill(self.cost, load, self._dispatch(load.counts), self.limits, self.kv.block_tokens, self._guess)
+        fill = self._fill
+        fill.begin(load)
         aside = self._aside
         new = True
         self._blocked = False
         preempted = self.ledger.preemptions
-        while fill.room > 0:
+        while not fill.full:
             request = self._queue.pop(now_s, fill.predict_s, new)
             if request is None:
                 break
@@ -301,8 +306,7 @@ class CoBatchInstance(Instance):
             outcome = self._accept(request, tokens, fresh, fill) if tokens else "full"
             if self.ledger.preemptions != preempted:
                 preempted = self.ledger.preemptions
-                load = self.cost.load(self.loop.batches)
-                fill.set_decodes(load, self._dispatch(load.counts))
+                fill.set_decodes(self.cost.load(self.loop.batches))
             if outcome == "accepted":
                 aside.pop()
                 if request.status == "prefill":

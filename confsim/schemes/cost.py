@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import add
 from typing import NamedTuple
 
 from confsim.latency.base import LatencyModel
 from confsim.model_backend import Noise
-from confsim.plan import DecodeBatch, IterationPlan, IterationTiming
+from confsim.plan import DecodeBatch, DecodeLoad, IterationPlan, IterationTiming
 from confsim.policies.base import Dispatch
 from confsim.record import DecodeRun
 from confsim.request import Request
@@ -27,15 +27,6 @@ class Planned(NamedTuple):
     firsts: int = 0  # last chunks, whose prompts emit a token
     chunks: int = 0
     transfer_s: float = 0.0  # of the last chunks' KV, where it lengthens the iteration
-
-
-class DecodeLoad(NamedTuple):
-    """The decodes of an iteration, fixed while its prefill is planned."""
-
-    counts: tuple[int, ...]  # decode tokens stacked on each group
-    peak: int
-    total: int
-    attention_s: float
 
 
 def in_turn(communication_s: float, prefill_s: float, decode_s: float, latency: LatencyModel) -> float:
@@ -56,8 +47,6 @@ def overlapped(communication_s: float, prefill_s: float, decode_s: float, latenc
     decode_path_s = decode_s + slowed_s * (latency.decode_slowdown - 1.0)
     return prefill_path_s if prefill_path_s > decode_path_s else decode_path_s
 
-
-NO_DECODES = DecodeLoad((), 0, 0, 0.0)
 
 # Seconds of the attention stage from those of communication, prefill attention and decode attention alone.
 AttentionStage = Callable[[float, float, float, LatencyModel], float]
@@ -81,17 +70,9 @@ class CoBatchCost:
     joint_exchange: bool = False
     overlap_transfer: bool = True
     slower_overlaps: int = 0  # iterations in which overlap was slower than running the paths in turn
-    _load_key: list[tuple[int, int]] = field(default_factory=list)
-    _load: DecodeLoad = NO_DECODES
 
     def load(self, batches: Sequence[DecodeBatch]) -> DecodeLoad:
-        """The decode side of the next iteration; asked again for the same batches, the same object."""
-        key = [(batch.count, batch.context_tokens) for batch in batches]
-        if key != self._load_key:
-            self._load_key, self._load = key, self._new_load(batches)
-        return self._load
-
-    def _new_load(self, batches: Sequence[DecodeBatch]) -> DecodeLoad:
+        """The decode side of the next iteration."""
         if self.spread is not None:
             batch = batches[0]
             share, rest = divmod(batch.count, self.latency.sp)
@@ -100,12 +81,8 @@ class CoBatchCost:
             attention_s = self.spread.decode_attention_s(batch.count, batch.context_tokens)
             return DecodeLoad(counts, counts[0], batch.count, exchange_s + attention_s)
         counts = tuple([batch.count for batch in batches])
-        attention_s = 0.0
-        for batch in batches:
-            if batch.count:
-                seconds = self.latency.decode_attention_s(batch.count, batch.context_tokens)
-                if seconds > attention_s:
-                    attention_s = seconds
+        attention = self.latency.decode_attention_s
+        attention_s = max([attention(batch.count, batch.context_tokens) for batch in batches])
         return DecodeLoad(counts, max(counts), sum(counts), attention_s)
 
     def linear_s(self, load: DecodeLoad, stacked: int, shard: int) -> float:
@@ -173,7 +150,7 @@ class CoBatchCost:
     def timing(self, plan: IterationPlan) -> IterationTiming:
         """Every term of a plan's iteration."""
         latency = self.latency
-        load = self.load(plan.decode)
+        load = plan.load or self.load(plan.decode)
         shards = plan.shards(latency.sp)
         attention_s, transfer_s = 0.0, 0.0
         firsts = 0

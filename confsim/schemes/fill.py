@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from confsim.errors import InputError
-from confsim.plan import PrefillChunk
+from confsim.plan import DecodeLoad, PrefillChunk
 from confsim.policies.base import Dispatch
 from confsim.request import Request
-from confsim.schemes.cost import CoBatchCost, DecodeLoad, Planned
+from confsim.schemes.cost import CoBatchCost, Planned
 from confsim.slo import TOLERANCE
 
 
@@ -35,26 +35,41 @@ class Limits:
     prefill_first: bool = False
 
 
+NOTHING = Planned()
+NO_DECODES = DecodeLoad((0,), 0, 0, 0.0)
+
+
 class Fill:
-    """The prefill side of an iteration while it is filled in queue order."""
+    """The prefill side of an iteration while it is filled in queue order; used again for every iteration."""
 
     def __init__(
-        self, cost: CoBatchCost, load: DecodeLoad, dispatch: Dispatch, limits: Limits, block_tokens: int, guess: Guess
+        self, cost: CoBatchCost, new_dispatch: Callable[[Sequence[int]], Dispatch], limits: Limits, block_tokens: int
     ) -> None:
         self._cost = cost
+        self._new_dispatch = new_dispatch
         self._target_s = limits.target_s * TOLERANCE
         self._block_tokens = block_tokens
-        self._guess = guess
+        self._guess = Guess()
         self._limits = limits
-        self.planned = Planned()
-        self._chunks: list[tuple[Request, int, int, bool, int]] = []  # request, start, tokens, last, group
-        self.set_decodes(load, dispatch)
+        self.begin(NO_DECODES)
 
-    def set_decodes(self, load: DecodeLoad, dispatch: Dispatch) -> None:
+    def begin(self, load: DecodeLoad) -> None:
+        """The next iteration, beside these decodes."""
+        self.planned = NOTHING
+        self._chunks: list[tuple[Request, int, int, bool, int]] = []  # request, start, tokens, last, group
+        self._load = load
+        self._dispatch: Dispatch | None = None  # where nothing is asked for, nothing is prepared
+
+    @property
+    def full(self) -> bool:
+        """Whether the iteration has room for no more tokens."""
+        return self._dispatch is not None and self._room <= 0
+
+    def set_decodes(self, load: DecodeLoad) -> Dispatch:
         """Fill beside these decodes; asked again when some were preempted meanwhile."""
         limits = self._limits
         self._load = load
-        self._dispatch = dispatch
+        self._dispatch = dispatch = self._new_dispatch(load.counts)
         self._static = limits.chunk_tokens is not None
         whole = dispatch.capacity(limits.max_batched_tokens)
         if limits.chunk_tokens is not None:
@@ -63,12 +78,14 @@ class Fill:
             whole = self._block_tokens  # the oldest prefill progresses
             self._static = True
         self._whole_room = whole
-        self.room = whole - self.planned.tokens
+        self._room = whole - self.planned.tokens
+        return dispatch
 
     def predict_s(self, request: Request) -> float:
         """Prefilling the rest of a request alone, at the present decodes and depth."""
+        dispatch = self._dispatch or self.set_decodes(self._load)
         rest = request.remaining_prefill
-        seconds = self._cost.predictor(self._load, self._dispatch, request, Planned())
+        seconds = self._cost.predictor(self._load, dispatch, request, NOTHING)
         tokens = min(rest, self._whole_room)
         if not self._static:
             tokens = most(seconds, self._target_s, tokens, self._guess, 0) or min(rest, self._block_tokens)
@@ -76,12 +93,13 @@ class Fill:
 
     def fit(self, request: Request) -> int:
         """The most tokens of a request that the iteration has room for behind what it holds."""
+        dispatch = self._dispatch or self.set_decodes(self._load)
         want = request.target_tokens - request.prefilled
-        if want > self.room:
-            want = self.room
+        if want > self._room:
+            want = self._room
         if self._static:
             return want
-        seconds = self._cost.predictor(self._load, self._dispatch, request, self.planned)
+        seconds = self._cost.predictor(self._load, dispatch, request, self.planned)
         tokens = most(seconds, self._target_s, want, self._guess, self.planned.tokens)
         if not tokens and not self._chunks and not self._load.total:
             return min(want, self._block_tokens)  # no chunk meets the target at this depth, and nothing else runs
@@ -100,12 +118,13 @@ class Fill:
             if last and not self._cost.overlap_transfer
             else before.transfer_s,
         )
-        self.room -= tokens
+        self._room -= tokens
 
     def spread(self) -> tuple[PrefillChunk, ...]:
         """The chunks with their tokens dealt over the groups."""
         if not self._chunks:
             return ()
+        assert self._dispatch is not None
         whole = self._dispatch.spread(self.planned.tokens)
         if len(self._chunks) == 1:
             request, start, _, last, group = self._chunks[0]

@@ -14,8 +14,8 @@ import pytest
 
 from confsim.configuration import compose
 from confsim.errors import InputError
-from confsim.kv import KvConfig
 from confsim.schemes.chunked_prefill import ChunkedPrefill
+from confsim.specs import KvConfig
 
 if find_spec("aiconfigurator_core") is None or find_spec("scipy") is None:
     pytest.skip("needs the calibrate extra", allow_module_level=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from confsim.kv import KvConfig
+from confsim.specs import KvConfig
 from executor.config import Device, Layout, ModelConfig, Rope, Sampling
 from executor.runtime import ExecutedIteration, Runtime
 from executor.schedule import Schedule, level_split

@@ -14,7 +14,7 @@ from executor_harness import THREADS, generate, prompts, tiny
 
 from confsim.configuration import compose
 from confsim.errors import InputError
-from confsim.kv import KvConfig
+from confsim.specs import KvConfig
 from executor import check
 from executor import generate as generating
 from executor.config import Layout, model_from_dict, read_model

@@ -18,7 +18,7 @@ from fake_cuda import fake_cuda
 from flash_stub import FLASH2, FLASH3
 
 from confsim.errors import InputError
-from confsim.kv import KvConfig
+from confsim.specs import KvConfig
 from executor.attention import DecodeBatch, PrefillBatch, SdpaKernels
 from executor.clock import HostClock
 from executor.collectives import Groups, Solo

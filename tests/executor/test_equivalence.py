@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from executor_harness import THREADS, generate, hugging_face, prompts, random_split, reference_logits, tiny
 
-from confsim.kv import KvConfig
+from confsim.specs import KvConfig
 from executor.config import Device, Layout, ModelConfig, read_model
 from executor.runtime import Runtime
 

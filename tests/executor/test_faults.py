@@ -19,9 +19,9 @@ import pytest
 from executor_harness import PROCESSES, THREADS, generate, prompts, tiny
 
 from confsim.errors import InputError
-from confsim.kv import KvConfig
 from confsim.plan import DecodeBatch, IterationPlan, PrefillChunk
 from confsim.request import Request
+from confsim.specs import KvConfig
 from executor.config import Layout
 from executor.errors import RankError
 from executor.runtime import Runtime

@@ -11,11 +11,12 @@ import pytest
 from executor_harness import THREADS, alone, generate, tiny
 
 from confsim import api
-from confsim.kv import KvConfig
-from confsim.schemes.cobatch import CoBatchInstance
+from confsim.plan import IterationTiming
+from confsim.schemes.base import Instance, Setup
+from confsim.specs import KvConfig
 from executor.backend import derive_tokens
 from executor.config import ExecutorConfig, Layout
-from executor.live import LiveBackendConfig
+from executor.live import LiveBackendConfig, LiveLoop
 from traces.trace import SCHEMA, Trace
 
 MODEL = tiny("llama", 8, 4)
@@ -76,20 +77,27 @@ def test_schemes_run_on_real_ranks(name: str, expected: dict[int, list[int]], mo
     simulation = build(*CASES[name])
     compared = []
     tokens: dict[int, list[int]] = {}
-    original = CoBatchInstance._apply
+    instances: list[Instance] = []
+    build_instance, result_of = type(simulation.scheme).build, LiveLoop.result
 
-    def apply(self: CoBatchInstance, *arguments: Any) -> None:
-        done = self._backend.last  # type: ignore[attr-defined]
-        layout = self._backend.runtime.layout  # type: ignore[attr-defined]
-        held = [pool.held for pool in self.kv.pools]
+    def building(self: Any, setup: Setup) -> Instance:
+        instances.append(build_instance(self, setup))
+        return instances[-1]
+
+    def resulting(self: LiveLoop) -> IterationTiming:
+        timing = result_of(self)
+        done, layout = self.last, self.runtime.layout  # type: ignore[attr-defined]
+        assert done is not None
+        held = [pool.held for pool in instances[0].pools()]
         found = [done.ranks[group * layout.tp].kv_units for group in range(layout.groups)]
         assert found == (held if len(held) > 1 else held * layout.groups)
         compared.append(sum(found))
         for request, token in done.tokens.items():
             tokens.setdefault(request, []).append(token)
-        original(self, *arguments)
+        return timing
 
-    monkeypatch.setattr(CoBatchInstance, "_apply", apply)
+    monkeypatch.setattr(type(simulation.scheme), "build", building)
+    monkeypatch.setattr(LiveLoop, "result", resulting)
     result = simulation.run(check=True)
     assert tokens == expected
     assert sum(result.requests["preemptions"].to_pylist()) > 0 or name == "conflux-4"

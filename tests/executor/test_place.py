@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from confsim.errors import InputError
-from confsim.kv import KvConfig
 from confsim.parallel import split_heads
+from confsim.specs import KvConfig
 from executor.collectives import Groups, Meeting, Solo, ThreadGroup, memberships, thread_groups, thread_meetings
 from executor.config import Device, Layout, Sampling
 from executor.exchange import Exchange, shard_order

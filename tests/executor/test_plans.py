@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from confsim.errors import InputError
-from confsim.kv import KvConfig
+from confsim.specs import KvConfig
 from executor.config import Device, Layout, Sampling
 from executor.runtime import Runtime
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from executor_harness import THREADS, Run, generate, prompts, random_split, tiny
 
-from confsim.kv import KvConfig
 from confsim.latency.fit.stages import missing_kv_bytes
 from confsim.parallel import all_reduce_bytes, output_exchange_bytes, qkv_exchange_bytes
+from confsim.specs import KvConfig
 from executor.config import Layout, ModelConfig
 from executor.runtime import Runtime
 from executor.schedule import Schedule

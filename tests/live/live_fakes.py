@@ -12,11 +12,10 @@ import pyarrow as pa
 
 from confsim import api
 from confsim.engine import Simulation
-from confsim.kv import KvConfig
 from confsim.latency.affine import AffineLatency
 from confsim.plan import IterationPlan
 from confsim.schemes.cost import overlapped
-from confsim.specs import GpuSpec
+from confsim.specs import GpuSpec, KvConfig
 from executor.config import Device, ExecutorConfig, Layout, ModelConfig
 from executor.live import LiveBackendConfig, frozen
 from executor.message import Ready, Report

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from simulator_harness import Case, latency
 
 from confsim.latency.affine import AffineLatency
+from confsim.plan import DecodeLoad
 from confsim.policies.dispatch.even import Dispatch as Even
 from confsim.policies.dispatch.waterfill import Dispatch as Waterfill
 from confsim.request import Request
-from confsim.schemes.cost import CoBatchCost, DecodeLoad, overlapped
-from confsim.schemes.fill import Fill, Guess, Limits
+from confsim.schemes.cost import CoBatchCost, overlapped
+from confsim.schemes.fill import Fill, Limits
 
 decodes = st.one_of(
     st.lists(st.integers(0, 60), min_size=1, max_size=8), st.lists(st.integers(0, 3), min_size=2, max_size=5)
@@ -89,7 +90,8 @@ def test_chunk_of_the_worked_example() -> None:
     law = AffineLatency(1, 4, linear_base_s=0.01, linear_token_s=1e-4)  # 300 stacked tokens take 40 ms, 301 more
     load = DecodeLoad((40, 10, 10, 0), 40, 60, 0.0)
     request = Request(0, 0.0, 2000)
-    fill = Fill(CoBatchCost(law, overlapped), load, Waterfill(load.counts), Limits(0.04), 16, Guess())
+    fill = Fill(CoBatchCost(law, overlapped), Waterfill, Limits(0.04), 16)
+    fill.begin(load)
     tokens = fill.fit(request)
     assert tokens == 1140
     fill.add(request, tokens, False, -1)
@@ -100,7 +102,8 @@ def test_shares_of_several_chunks_add_up() -> None:
     """20 tokens of three prompts over 40, 10, 10, 0: the sums are those of one prompt."""
     law = AffineLatency(1, 4, linear_base_s=0.01)
     load = DecodeLoad((40, 10, 10, 0), 40, 60, 0.0)
-    fill = Fill(CoBatchCost(law, overlapped), load, Waterfill(load.counts), Limits(1.0), 16, Guess())
+    fill = Fill(CoBatchCost(law, overlapped), Waterfill, Limits(1.0), 16)
+    fill.begin(load)
     for index, tokens in enumerate((7, 1, 12)):
         request = Request(index, 0.0, tokens)
         assert fill.fit(request) == tokens

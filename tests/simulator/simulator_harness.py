@@ -9,7 +9,6 @@ import numpy as np
 import pyarrow as pa
 
 from confsim.engine import Simulation, Window
-from confsim.kv import KvConfig
 from confsim.latency.affine import AffineLatencyConfig
 from confsim.model_backend import Cost, ModelBackend, ModelBackendConfig, Noise
 from confsim.plan import IterationPlan, IterationTiming
@@ -18,7 +17,7 @@ from confsim.result import Result
 from confsim.schemes.chunked_prefill import ChunkedPrefill
 from confsim.schemes.conflux import Conflux
 from confsim.slo import Slo
-from confsim.specs import ClusterSpec, GpuSpec, ModelSpec
+from confsim.specs import ClusterSpec, GpuSpec, KvConfig, ModelSpec
 from traces.arrivals import Recorded
 from traces.load import Load
 from traces.trace import SCHEMA, Trace

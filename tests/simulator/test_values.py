@@ -6,7 +6,7 @@ import pytest
 
 import confsim
 from confsim.errors import InputError
-from confsim.kv import KvConfig
+from confsim.specs import KvConfig
 from confsim.values import checked
 
 
