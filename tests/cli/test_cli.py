@@ -49,7 +49,7 @@ def test_help_lists_every_subcommand_with_an_example(capsys: pytest.CaptureFixtu
     text = capsys.readouterr().out
     for row in SUBCOMMANDS:
         assert f"  {row.name}" in text and row.example in text
-        assert row.example.startswith(f"confsim {row.name} ")
+        assert f"{row.example} ".startswith(f"confsim {row.name} ")
 
 
 def test_help_is_immediate():
