@@ -77,5 +77,13 @@ class Request:
         """Tokens still to prefill."""
         return self.target_tokens - self.prefilled
 
+    def requeue(self) -> None:
+        """Preempted: prompt and emitted tokens will be computed anew."""
+        self.status = "queued"
+        self.prefilled = 0
+        self.group = -1
+        self.target_tokens = self.prompt_tokens + self.emitted
+        self.preemptions += 1
+
     def __repr__(self) -> str:
         return f"Request({self.id}, {self.status}, prefilled {self.prefilled}/{self.target_tokens})"

@@ -422,11 +422,7 @@ class CoBatchInstance(Instance):
                 self._aside.remove(request)
             self.kv.release(request, -1, 0)
         self._holders.remove(request)
-        request.status = "queued"
-        request.prefilled = 0
-        request.group = -1
-        request.target_tokens = request.prompt_tokens + request.emitted
-        request.preemptions += 1
+        request.requeue()
         self.ledger.preemptions += 1
         self._released.append(request.id)
         self._queue.push(request)

@@ -413,11 +413,7 @@ class MuxInstance(Instance):
             self._drop(request)
             self.kv.release(request, -1, 0)
         self._holders.remove(request)
-        request.status = "queued"
-        request.prefilled = 0
-        request.group = -1
-        request.target_tokens = request.prompt_tokens + request.emitted
-        request.preemptions += 1
+        request.requeue()
         self.ledger.preemptions += 1
         self._queue.push(request)
 

@@ -213,9 +213,7 @@ class ElasticInstance(Instance):
         pairs = [(request, batch) for batch in self._main.batches for request in batch.members.values()]
         request, batch = max(pairs, key=lambda pair: (pair[0].arrival_s, pair[0].id))
         self._leave(request, batch, self._main)
-        request.status = "queued"
-        request.target_tokens = request.prompt_tokens + request.emitted
-        request.preemptions += 1
+        request.requeue()
         self.ledger.preemptions += 1
         self._queue.push(request)
         self._tidy(self._main, batch)
