@@ -135,6 +135,8 @@ def search_settings(cfg: DictConfig) -> SearchSettings:
     """
     own = cfg.goodput
     try:
+        if not float(own.start_rate) > 0:
+            raise InputError(f"goodput.start_rate={own.start_rate}: use a rate above 0")
         return SearchSettings(
             tolerance=float(own.tolerance),
             min_rate=float(own.min_rate),
@@ -143,6 +145,8 @@ def search_settings(cfg: DictConfig) -> SearchSettings:
             probes_per_round=int(own.probes_per_round),
             curve=tuple(float(share) for share in own.curve or ()),
         )
+    except InputError:
+        raise
     except (TypeError, ValueError) as error:
         raise InputError(f"goodput: {error}") from error
 

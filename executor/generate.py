@@ -208,6 +208,8 @@ def command(cfg: Any) -> int:
     _write(folder, generation, config)
     if not cfg.quiet:
         _show(generation, config, folder)
+    if generation.outputs and all(output.reason for output in generation.outputs):
+        raise InputError(f"every prompt was rejected ({generation.outputs[0].reason}): see {folder}")
     return 0
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from executor.collectives import Groups, Solo, torch_groups
 from executor.config import Device
+from executor.cores import calm_gloo, keep_to_cores
 from executor.errors import PeerLostError
 from executor.message import Failure, Iteration, RankConfig, Ready, Report
 from executor.rank import Rank
@@ -88,6 +89,8 @@ def connect_processes(config: RankConfig) -> Groups:
     layout, timeout = config.layout, config.device.collective_timeout_s
     if layout.ranks == 1:
         return Groups(Solo(), Solo(), Solo(), Solo())
+    if config.device.kind == "cpu":
+        keep_to_cores(config.rank, layout.ranks, config.device.torch_threads, config.store)
     dist.init_process_group(
         "gloo" if config.device.kind == "cpu" else "cpu:gloo,cuda:nccl",
         init_method=f"file://{config.store}",
@@ -95,7 +98,9 @@ def connect_processes(config: RankConfig) -> Groups:
         world_size=layout.ranks,
         timeout=timedelta(seconds=timeout),
     )
-    return torch_groups(layout, config.rank, timeout)
+    groups = torch_groups(layout, config.rank, timeout)
+    calm_gloo()
+    return groups
 
 
 def name_signal(code: int) -> str:

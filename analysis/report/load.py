@@ -114,6 +114,8 @@ def _load(paths: Sequence[Path]) -> Results:
         else:
             simulations.append(_run(path.parent, content, budget > 0))
             budget -= 1
+    if skipped and not goodputs and not simulations:
+        raise InputError(f"{skipped[0]} by this command; see report.html in that folder")
     return Results(tuple(goodputs), tuple(simulations), tuple(skipped))
 
 

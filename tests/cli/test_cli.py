@@ -147,6 +147,8 @@ MISTAKES = {
         r"max_partial_prefills=tuned: conflux can tune nothing",
     ),
     "tolerance": (["goodput", "goodput.tolerance=0"], r"goodput\.tolerance=0"),
+    "search from nothing": (["goodput", "goodput.start_rate=0"], r"goodput\.start_rate=0: use a rate above 0"),
+    "no result that is drawn": (["report", ".other"], r"results of kind scenario are not drawn .* see report.html"),
     "workers": (["goodput", "goodput.workers=0"], r"goodput\.workers=0"),
     "unknown trace": (["fetch", "converzation"], r"converzation: unknown, use .*did you mean conversation"),
     "nothing to fetch": (["fetch"], r"names=\[\]: name at least one of"),
@@ -160,6 +162,8 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_x1_mistakes_are_one_line_and_exit_code_2(name: str, capsys: pytest.CaptureFixture[str]):
     Path("empty").touch()
+    Path(".other").mkdir()
+    Path(".other/summary.json").write_text('{"kind": "scenario"}')
     Path("binary").write_bytes(bytes(range(256)) * 8)
     words, expected = MISTAKES[name]
     assert confsim(*words) == 2

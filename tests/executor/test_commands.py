@@ -66,6 +66,12 @@ def test_run_rejects_and_counts(tmp_path: Path) -> None:
     assert [row["rejected"] for row in rows] == ["context_limit", None]
 
 
+def test_run_of_nothing_but_rejected_prompts_fails(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"^every prompt was rejected \(context_limit\): see "):
+        run(tmp_path, "prompts=[[1,2,3]]", "max_tokens=6", "executor.model.max_context_tokens=8")
+    assert json.loads((tmp_path / "summary.json").read_text())["rejected"] == {"context_limit": 1}
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
