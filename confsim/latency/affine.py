@@ -37,6 +37,7 @@ class AffineLatency:
     head_token_s: float = 0.0
     iteration_overhead_s: float = 0.0
     sequence_overhead_s: float = 0.0
+    mixed_overhead_s: float = 0.0
     transfer_base_s: float = 0.0
     transfer_token_s: float = 0.0
     prefill_slowdown: float = 1.0
@@ -110,6 +111,7 @@ class AffineLatencyConfig:
     head_token_s: float = 2e-6
     iteration_overhead_s: float = 0.002
     sequence_overhead_s: float = 3.7e-5
+    mixed_overhead_s: float = 0.0
     transfer_base_s: float = 0.0
     transfer_token_s: float = 4e-7
     prefill_slowdown: float = 1.5

@@ -25,6 +25,7 @@ class LatencyModel(Protocol):
     sp: int
     prefill_slowdown: float  # g_p: prefill attention while decode attention runs beside it
     decode_slowdown: float  # g_d
+    mixed_overhead_s: float  # host time more of an iteration with both phases
     extrapolations: int
 
     def linear_s(self, tokens: int) -> float:

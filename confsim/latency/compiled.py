@@ -66,6 +66,7 @@ class CompiledLatency:
     head_limit: int
     transfer_limit: int
     transfer_step: int  # tokens a step of `transfer`
+    mixed_overhead_s: float = 0.0
     collective: Dense = field(default_factory=lambda: Dense([0.0], 0.0))  # all-reduces within `linear`
     extrapolations: int = 0
     rows: list[DecodeRow | None] = field(default_factory=list)

@@ -89,6 +89,7 @@ class Profile:
     transfer: dict[tuple[int, int], Curve]
     iteration_overhead_s: float
     sequence_overhead_s: float
+    mixed_overhead_s: float = 0.0
     prefill_slowdown: float | None = None
     decode_slowdown: float | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
@@ -196,6 +197,7 @@ class Profile:
             head_limit=_limit(self.head[tp], HEAD_TOKENS),
             transfer_limit=int(transfer.x[-1]),
             transfer_step=TRANSFER_STEP,
+            mixed_overhead_s=self.mixed_overhead_s,
             collective=_dense(
                 _only(self.linear[tp], COLLECTIVE), STACKED_TOKENS, layers, _only(self.once.get(tp, {}), COLLECTIVE)
             ),
@@ -347,7 +349,11 @@ def profile_to_json(profile: Profile) -> dict[str, Any]:
         "gpu": profile.gpu,
         "provenance": profile.provenance,
         "errors": profile.errors,
-        "overhead": {"iteration_s": profile.iteration_overhead_s, "sequence_s": profile.sequence_overhead_s},
+        "overhead": {
+            "iteration_s": profile.iteration_overhead_s,
+            "sequence_s": profile.sequence_overhead_s,
+            **({"mixed_s": profile.mixed_overhead_s} if profile.mixed_overhead_s else {}),
+        },
         "slowdown": {"prefill": profile.prefill_slowdown, "decode": profile.decode_slowdown},
         "linear": {f"tp{tp}": _terms_json(terms) for tp, terms in profile.linear.items()},
         "once": {f"tp{tp}": _terms_json(terms) for tp, terms in profile.once.items()},
@@ -478,6 +484,7 @@ def profile_from_json(data: Mapping[str, Any], where: str) -> Profile:
         transfer={_pair(key): reader.curve(item, f"transfer.{key}") for key, item in transfer},
         iteration_overhead_s=reader.number("overhead", "iteration_s"),
         sequence_overhead_s=reader.number("overhead", "sequence_s"),
+        mixed_overhead_s=reader.number("overhead", "mixed_s") if "mixed_s" in reader.section("overhead") else 0.0,
         prefill_slowdown=reader.optional("slowdown", "prefill"),
         decode_slowdown=reader.optional("slowdown", "decode"),
         provenance=dict(reader.section("provenance")),

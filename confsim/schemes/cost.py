@@ -128,6 +128,8 @@ class CoBatchCost:
             head_s += planned.transfer_s
             last_head_s += max(planned.transfer_s, latency.kv_transfer_s(request.target_tokens))
         overhead_s = latency.overhead_s(load.total + planned.chunks + 1)
+        if load.total:
+            overhead_s += latency.mixed_overhead_s
         hidden, joint = self.async_schedule, self.joint_exchange
         apart_s = 0.0 if co_batch else latency.linear_s(load.peak)
 
@@ -142,9 +144,11 @@ class CoBatchCost:
 
         return seconds
 
-    def exposed_s(self, sequences: int, gpu_s: float) -> float:
-        """Host time that the GPU does not hide."""
+    def exposed_s(self, sequences: int, gpu_s: float, mixed: bool = False) -> float:
+        """Host time that the GPU does not hide; `mixed`: of an iteration with both phases."""
         overhead_s = self.latency.overhead_s(sequences)
+        if mixed:
+            overhead_s += self.latency.mixed_overhead_s
         return max(0.0, overhead_s - gpu_s) if self.async_schedule else overhead_s
 
     def timing(self, plan: IterationPlan) -> IterationTiming:
@@ -171,7 +175,8 @@ class CoBatchCost:
         linear_s = self.linear_s(load, stacked, shard)
         head_s = latency.head_s(load.peak + firsts)
         gpu_s = linear_s + stage_s + head_s
-        overhead_s = self.exposed_s(load.total + len(plan.prefill), gpu_s)
+        mixed = load.total > 0 and len(plan.prefill) > 0
+        overhead_s = self.exposed_s(load.total + len(plan.prefill), gpu_s, mixed)
         duration_s = gpu_s + overhead_s
         if not self.overlap_transfer:
             duration_s, transfer_s = duration_s + transfer_s, 0.0

@@ -78,9 +78,11 @@ class Measurer:
         return request
 
     def _run_cell(self, cell: Cell, requests: list[Request]) -> Row:
-        decode = [members[: cell.sequences] for members in self._running[cell.level]] if cell.sequences else []
         self._turn += 1
         group = self._turn % self.ranks.layout.groups
+        decode = [members[: cell.sequences] for members in self._running[cell.level]] if cell.sequences else []
+        if cell.alone:
+            decode = [members if index == group else [] for index, members in enumerate(decode)]
         sizes = (tokens for tokens, _ in cell.chunks)
         chunks = [(request, tokens, group) for request, tokens in zip(requests, sizes, strict=True)]
         if cell.part == "decode":
@@ -103,6 +105,7 @@ class Measurer:
             "last": cell.last,
             "shard_tokens": _largest_shard(tokens, groups),
             "sequences": cell.sequences,
+            "busy_groups": 1 if cell.alone else groups,
             "context_tokens": context,
             "duration_s": timing.duration_s,
             "linear_s": timing.linear_s,

@@ -59,8 +59,9 @@ class Grid:
 class Cell:
     """One plan to measure: chunks of (tokens, cached prefix), the last one's end or not, beside decodes of a level.
 
-    `part`: prefill, decode, transfer (a prompt that ends and moves), pair (both phases, to tell how they slow each
-    other) or mixed (both phases, held out of every fit). `sequences` decodes of each group at context `level`.
+    `part`: prefill, decode, transfer (a prompt that ends and moves), pair (both phases, to tell what they cost each
+    other) or mixed (both phases, held out of every fit). `sequences` decodes of each group at context `level`, of one
+    group after another where `alone`.
     """
 
     part: str
@@ -68,13 +69,15 @@ class Cell:
     last: bool = False
     level: int = 0
     sequences: int = 0
+    alone: bool = False
 
     @property
     def name(self) -> str:
         """Its identity in files."""
         chunks = "+".join(f"{tokens}@{cached}" for tokens, cached in self.chunks)
         decode = f"{self.sequences}x{self.level}" if self.sequences else ""
-        return " ".join(word for word in (self.part, chunks, "last" if self.last else "", decode) if word)
+        last, alone = "last" if self.last else "", "alone" if self.alone else ""
+        return " ".join(word for word in (self.part, chunks, last, decode, alone) if word)
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ class Plan:
         return sum(map(len, self.units))
 
 
-def make_plan(grid: Grid, layout: Layout, overlaps: bool) -> Plan:
+def make_plan(grid: Grid, layout: Layout) -> Plan:
     """Cells for a grid whose sizes are all set.
 
     Raises:
@@ -109,11 +112,14 @@ def make_plan(grid: Grid, layout: Layout, overlaps: bool) -> Plan:
     ladders = [_ladder(prefix, sizes) for prefix in _prefixes(grid)]
     cells = [Cell("prefill", ((size, 0),)) for size in sizes]
     cells += [
-        Cell("decode", level=level, sequences=count) for level, most in levels.items() for count in _steps(1, most, 2)
+        # One decode is mostly the only one: least context first puts a second one on another group, then a third.
+        Cell("decode", level=level, sequences=count, alone=count == 1 and layout.migrates)
+        for level, most in levels.items()
+        for count in _steps(1, most, 2)
     ]
     cells += [Cell("transfer", ((size, 0),), last=True) for size in sizes[::2]] if layout.migrates else []
     large = [size for size in sizes if size >= FINE_FROM] or sizes
-    cells += _both("pair", large, levels, shift=1) if overlaps else []
+    cells += _both("pair", large, levels, shift=1)
     cells += _both("mixed", large, levels, shift=0)
     tokens = sum(count * (level + growth + 16) for level, count in levels.items())
     prompts = grid.prefix_tokens + 3 * grid.chunk_tokens + 64

@@ -17,7 +17,7 @@ from confsim.specs import GpuSpec
 from executor.config import ExecutorConfig
 from executor.profile.plan import Grid
 
-FORMAT = 1
+FORMAT = 2
 SCHEMA = pa.schema(
     [
         ("part", pa.string()),
@@ -32,6 +32,7 @@ SCHEMA = pa.schema(
         ("last", pa.bool_()),
         ("shard_tokens", pa.int32()),
         ("sequences", pa.int32()),
+        ("busy_groups", pa.int32()),
         ("context_tokens", pa.int64()),
         ("duration_s", pa.float64()),
         ("linear_s", pa.float64()),

@@ -136,7 +136,8 @@ class FakeRanks:
             "communication": law.all_to_all_s(max(shards)),
             "head": law.head_s(max(counts) + firsts),
             "transfer": max((law.kv_transfer_s(tokens) for tokens in moved.values()), default=0.0),
-            "prepare": law.overhead_s(sum(counts) + len(plan.prefill)),
+            "prepare": law.overhead_s(sum(counts) + len(plan.prefill))
+            + (law.mixed_overhead_s if plan.prefill and sum(counts) else 0.0),
         }
 
 

@@ -52,7 +52,7 @@ def read(path: Path) -> dict[str, Any]:
 
 def test_a_profile_of_real_ranks(chain: Path):
     table = pq.read_table(next((chain / "p").glob("*/round-000.parquet")))
-    assert set(table["part"].to_pylist()) == {"prefill", "decode", "transfer", "mixed"}
+    assert set(table["part"].to_pylist()) == {"prefill", "decode", "transfer", "pair", "mixed"}
     rows = table.to_pylist()
     stages = ("linear_s", "prefill_attention_s", "decode_attention_s", "communication_s", "head_s", "transfer_s")
     for row in rows:

@@ -18,6 +18,7 @@ from live_fakes import CPU, LAW, MODEL, FakeRanks, OverlappingRanks, executor, f
 from confsim.errors import InputError
 from confsim.latency.fit import executor as source
 from confsim.latency.fit.command import fit_folder, table
+from confsim.latency.profile import Profile
 from executor.config import ExecutorConfig, Layout
 from executor.probe import Probe, even, warm_up
 from executor.profile.command import profile
@@ -47,7 +48,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 def test_every_cell_is_measured_once_a_round_forwards_and_backwards(folder: Path):
     found = rows(folder)
-    plan = make_plan(GRID.filled(executor()), Layout("xp", 2), False)
+    plan = make_plan(GRID.filled(executor()), Layout("xp", 2))
     names = [[row["cell"] for row in found if row["round"] == number] for number in range(4)]
     assert all(sorted(order) == sorted(names[0]) for order in names)
     assert len(names[0]) == len(set(names[0])) == plan.cells
@@ -73,7 +74,7 @@ def test_rows_hold_what_the_law_says(folder: Path):
 
 def test_what_a_model_needs_is_covered(folder: Path):
     found = rows(folder)
-    assert {row["part"] for row in found} == {"prefill", "decode", "transfer", "mixed"}
+    assert {row["part"] for row in found} == {"prefill", "decode", "transfer", "pair", "mixed"}
     prefill = [row for row in found if row["part"] == "prefill"]
     assert {row["tokens"][0] for row in prefill if row["cached"] == [0]} == {1, 4, 16, 32, 64, 128, 256}
     assert len({row["cached"][0] for row in prefill if row["tokens"] == [64]}) == 3
@@ -83,17 +84,19 @@ def test_what_a_model_needs_is_covered(folder: Path):
     assert any(row["last"] for row in mixed) and any(len(row["tokens"]) > 1 for row in mixed)
 
 
-def test_paths_that_overlap_are_measured_in_pairs(folder: Path):
-    parts = {cell.part for unit in make_plan(GRID.filled(executor()), Layout("xp", 2), True).units for cell in unit}
-    assert "pair" in parts
-    one = make_plan(GRID.filled(executor()), Layout("tp", 1, 2), False)
+def test_one_decode_a_group_is_measured_alone(folder: Path):
+    """In turn on each group, as least context leaves it; without groups to choose from there is no such thing."""
+    alone = [row for row in rows(folder) if row["part"] == "decode" and row["busy_groups"] == 1]
+    assert alone and {row["sequences"] for row in alone} == {1}
+    assert {row["busy_groups"] for row in rows(folder) if row["sequences"] != 1} == {2}
+    one = make_plan(GRID.filled(executor()), Layout("tp", 1, 2))
     assert not any(cell.part == "transfer" for unit in one.units for cell in unit)
 
 
 def test_pools_hold_everything_that_a_plan_needs():
     """Real ranks reserve whole prompts: the capacity must cover decodes as they grow, and the longest ladder."""
     grid = GRID.filled(executor())
-    plan = make_plan(grid, Layout("xp", 2), False)
+    plan = make_plan(grid, Layout("xp", 2))
     decodes = sum(level * count for level, count in plan.levels.items())
     assert decodes <= grid.kv_tokens  # type: ignore[operator]
     assert plan.capacity_tokens > decodes + 256 + 2 * 256
@@ -114,7 +117,7 @@ def test_grids_that_cannot_be_are_refused(grid: dict[str, int], match: str):
 def test_contexts_need_room():
     grid = replace(GRID, kv_tokens=100).filled(executor())
     with pytest.raises(InputError, match=r"grid\.kv_tokens=100"):
-        make_plan(grid, Layout("xp", 2), False)
+        make_plan(grid, Layout("xp", 2))
 
 
 def test_sizes_stay_within_the_models_context():
@@ -130,7 +133,7 @@ def test_an_interrupted_profile_is_resumed(tmp_path: Path):
     @contextmanager
     def breaking(config: ExecutorConfig) -> Any:
         ranks = FakeRanks(config.model, config.layout, law_of(config.layout))
-        cells = make_plan(GRID.filled(executor()), config.layout, False).cells
+        cells = make_plan(GRID.filled(executor()), config.layout).cells
 
         def fail(number: int) -> float:
             if number > 4 * cells:
@@ -260,6 +263,22 @@ def test_medians_shrug_off_an_iteration_that_was_disturbed(tmp_path: Path):
     fitted, _, _ = fit_folder("executor", tmp_path)
     assert fitted.errors["mixed_iterations"]["held_out"]["mean_pct"] < 2.0
     assert fitted.errors["mixed_iterations"]["single"]["mean_pct"] > 10.0
+
+
+def test_what_mixing_costs_is_measured(tmp_path: Path):
+    """Pairs of both phases tell it; mixed iterations, which no fit has seen, are then predicted."""
+
+    @contextmanager
+    def mixing(config: ExecutorConfig) -> Any:
+        yield FakeRanks(config.model, config.layout, replace(law_of(config.layout), mixed_overhead_s=1.5e-3))
+
+    measured(tmp_path, ranks=mixing)
+    fitted, model, gpu = fit_folder("executor", tmp_path)
+    assert fitted.mixed_overhead_s == pytest.approx(1.5e-3, rel=1e-3)
+    assert fitted.compile(model, gpu, 1, 2).mixed_overhead_s == fitted.mixed_overhead_s
+    assert fitted.errors["mixed_iterations"]["held_out"]["mean_pct"] < 0.05
+    fitted.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json").mixed_overhead_s == fitted.mixed_overhead_s
 
 
 def test_slowdowns_are_measured_where_paths_overlap(tmp_path: Path):

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from confsim.errors import InputError
 from confsim.latency.base import LatencyModel
+from confsim.latency.curve import rounded
 from confsim.latency.fit.measurements import (
     CollectiveTable,
     DecodeTable,
@@ -36,7 +37,7 @@ from confsim.request import Request
 from confsim.schemes.cost import CoBatchCost, in_turn, overlapped
 from confsim.specs import GpuSpec, ModelSpec
 
-FORMAT = 1
+FORMAT = 2
 STAGES = ("linear_s", "prefill_attention_s", "decode_attention_s", "communication_s", "head_s", "transfer_s")
 TIMES = ("duration_s", *STAGES, "overhead_s")
 HELD_OUT = "mixed"
@@ -55,7 +56,8 @@ class Cell:
     cached: tuple[int, ...]
     last: bool
     shard_tokens: int
-    sequences: int
+    sequences: int  # of each group that decodes
+    busy_groups: int
     context: Floats
     rounds: Floats
     seconds: Mapping[str, Floats]
@@ -145,6 +147,7 @@ def _cell(rows: Sequence[Mapping[str, Any]]) -> Cell:
         first["last"],
         first["shard_tokens"],
         first["sequences"],
+        first["busy_groups"],
         np.array([row["context_tokens"] for row in rows], dtype=np.float64),
         np.array([row["round"] for row in rows], dtype=np.float64),
         {name: np.array([row[name] for row in rows], dtype=np.float64) for name in TIMES},
@@ -329,7 +332,7 @@ def _prefill(cells: list[Cell], model: ModelSpec, overhead_s: float) -> PrefillT
 
 def _overheads(cells: list[Cell]) -> tuple[float, float]:
     """Host seconds of an iteration and of a sequence, by least squares over the medians of decodes; none negative."""
-    sequences = np.array([cell.sequences * cell.sp + len(cell.tokens) for cell in cells], dtype=np.float64)
+    sequences = np.array([cell.sequences * cell.busy_groups for cell in cells], dtype=np.float64)
     seconds = np.array([cell.median("overhead_s") for cell in cells])
     slope, constant = np.polyfit(sequences, seconds, 1)
     if slope <= 0.0:
@@ -340,7 +343,7 @@ def _overheads(cells: list[Cell]) -> tuple[float, float]:
 def _slowdowns(raw: Raw) -> tuple[float, float]:
     """How much longer each attention path takes beside the other; 1 where paths run in turn, as then nothing slows."""
     pairs = raw.of("pair")
-    if not pairs:
+    if not pairs or raw.head["device"].get("overlap", "turn") == "turn":
         return 1.0, 1.0
     alone_prefill = {(c.sp, c.tokens, c.cached): c.median("prefill_attention_s") for c in raw.of("prefill")}
     decodes = raw.of("decode")
@@ -369,6 +372,18 @@ def _provenance(raw: Raw, folder: Path) -> dict[str, Any]:
     }
 
 
+def _mixed_overhead(profile: Profile, raw: Raw, model: ModelSpec, gpu: GpuSpec) -> float:
+    """What an iteration of both phases takes beyond what its parts add up to: the median over pairs, none negative.
+
+    Host work of the second path, and caches that each path finds full of the other's data.
+    """
+    pairs = [cell for cell in raw.of("pair") if cell.kind != "mux"]
+    if not pairs:
+        return 0.0
+    predict = _predictor(profile, model, gpu, raw)
+    return rounded(max(0.0, float(np.median([cell.median("duration_s") - predict(cell) for cell in pairs]))))
+
+
 # Errors --------------------------------------------------------------------------------------------------------------
 
 
@@ -379,6 +394,7 @@ def finish(profile: Profile, data: Measurements, model: ModelSpec, gpu: GpuSpec,
     iterations with their cell's median.
     """
     raw = read(folder)
+    profile = replace(profile, mixed_overhead_s=_mixed_overhead(profile, raw, model, gpu))
     errors = {
         **profile.errors,
         **{name: kinds for name, kinds in _stage_errors(data, raw, model).items() if kinds["held_out"]["rows"]},
@@ -505,7 +521,10 @@ def _plan(cell: Cell) -> IterationPlan:
         shards = tuple(share + ((group + number) % cell.sp < rest) for group in range(cell.sp))
         chunks.append(PrefillChunk(request, cached, shards, cell.last, 0 if cell.last else -1))
     context = round(cell.context_tokens)
-    groups = 1 if cell.kind == "sp" else cell.sp
-    each = cell.sp // groups
-    batches = tuple(DecodeBatch(group, cell.sequences * each, context * each) for group in range(groups))
+    if cell.kind == "sp":
+        return IterationPlan(tuple(chunks), (DecodeBatch(0, cell.sequences * cell.sp, context * cell.sp),))
+    batches = tuple(
+        DecodeBatch(group, cell.sequences, context) if group < cell.busy_groups else DecodeBatch(group)
+        for group in range(cell.sp)
+    )
     return IterationPlan(tuple(chunks), batches)
