@@ -15,7 +15,7 @@ from zlib import crc32
 
 TASKS = Path("/proc/self/task")
 POLLING = "gloo_tcp_loop"
-LEAST = 19  # the lowest priority that still runs beside others
+LEAST = 19  # niceness where there is no idle class
 
 
 def keep_to_cores(rank: int, ranks: int, threads: int, team: str) -> None:
@@ -43,11 +43,17 @@ def shares(cores: Sequence[int], ranks: int, threads: int, first: int) -> list[l
 
 
 def calm_gloo() -> int:
-    """Lower the priority of gloo's polling threads of this process; how many there are."""
+    """Let gloo's polling threads of this process run only where no other thread would; how many there are.
+
+    What wakes up preempts a thread of the idle class at once, which low priority alone does not grant.
+    """
     found = 0
     with suppress(OSError):  # no /proc, or a thread that has ended
         for task in TASKS.iterdir():
             if (task / "comm").read_text().strip() == POLLING:
-                os.setpriority(os.PRIO_PROCESS, int(task.name), LEAST)
+                if hasattr(os, "SCHED_IDLE"):
+                    os.sched_setscheduler(int(task.name), os.SCHED_IDLE, os.sched_param(0))
+                else:
+                    os.setpriority(os.PRIO_PROCESS, int(task.name), LEAST)
                 found += 1
     return found

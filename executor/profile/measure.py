@@ -11,6 +11,8 @@ from executor.profile.plan import Cell, Grid, Plan
 from executor.runtime import ExecutedIteration
 
 WARM_UP_ROUNDS = 1
+WARM_DECODES = 3  # before each cell with decodes: in service an iteration mostly follows many of them
+WARM_TOKENS = 16  # context of the request that is decoded for it
 
 Row = dict[str, Any]
 
@@ -26,11 +28,13 @@ class Measurer:
         self._chunk_tokens = grid.chunk_tokens
         self._running: dict[int, list[list[Request]]] = {}  # level -> decodes by group
         self._turn = 0
+        self._warm: list[list[Request]] = []  # one decode a group
 
     def set_up(self) -> None:
         """Prefill the decodes of every level, and run the cells once unmeasured."""
         for level, count in self.plan.levels.items():
             self._start_level(level, count)
+        self._start_warm()
         for _ in range(WARM_UP_ROUNDS):
             for unit in self.plan.units:
                 self._run_unit(unit)
@@ -38,9 +42,17 @@ class Measurer:
     def round(self, number: int) -> list[Row]:
         """Measure every cell once; one row each."""
         order = self.plan.units if number % 2 == 0 else self.plan.units[::-1]
+        self._start_warm()
         rows = [row for unit in order for row in self._run_unit(unit)]
         self.probe.flush()
         return [row | {"round": number, "position": position} for position, row in enumerate(rows)]
+
+    def _start_warm(self) -> None:
+        """New requests to decode before cells; the old ones have grown."""
+        self.probe.drop(*(request for members in self._warm for request in members))
+        groups = self.ranks.layout.groups
+        self._warm = [[self.probe.request(WARM_TOKENS)] for _ in range(groups)]
+        self.probe.run([(members[0], WARM_TOKENS, group) for group, members in enumerate(self._warm)])
 
     def _start_level(self, level: int, count: int) -> None:
         groups = self.ranks.layout.groups
@@ -85,8 +97,10 @@ class Measurer:
             decode = [members if index == group else [] for index, members in enumerate(decode)]
         sizes = (tokens for tokens, _ in cell.chunks)
         chunks = [(request, tokens, group) for request, tokens in zip(requests, sizes, strict=True)]
-        if cell.part == "decode":
-            self.probe.run((), decode)  # decodes mostly follow the same decodes: measure the second of two
+        if cell.sequences:
+            for _ in range(WARM_DECODES):
+                self.probe.run((), [members[: len(own)] for members, own in zip(self._warm, decode, strict=True)])
+            self.probe.run((), decode)
         context = max((sum(map(self.probe.context, members)) for members in decode), default=0)
         return self._row(cell, self.probe.run(chunks, decode), context)
 

@@ -123,7 +123,8 @@ def make_plan(grid: Grid, layout: Layout) -> Plan:
     cells += _both("mixed", large, levels, shift=0)
     tokens = sum(count * (level + growth + 16) for level, count in levels.items())
     prompts = grid.prefix_tokens + 3 * grid.chunk_tokens + 64
-    return Plan((*((cell,) for cell in cells), *ladders), levels, _up(tokens + 2 * prompts, 64))
+    warm = 16 + 3 * len(cells)  # the decodes before cells
+    return Plan((*((cell,) for cell in cells), *ladders), levels, _up(tokens + 2 * prompts + 2 * warm, 64))
 
 
 def _ladder(prefix: int, sizes: list[int]) -> tuple[Cell, ...]:

@@ -136,7 +136,7 @@ def test_an_interrupted_profile_is_resumed(tmp_path: Path):
         cells = make_plan(GRID.filled(executor()), config.layout).cells
 
         def fail(number: int) -> float:
-            if number > 4 * cells:
+            if number > 8 * cells:
                 raise KeyboardInterrupt
             return 1.0
 
@@ -229,7 +229,7 @@ def test_errors_are_zero_on_a_law_and_printed(folder: Path):
         held = fitted.errors[name]["held_out"]
         assert held["rows"] > 0 and held["p95_pct"] <= 0.05, name
         # Decodes grow from round to round, so whole iterations differ by what the longer context takes.
-        assert fitted.errors[name]["replicates"]["p95_pct"] <= (3.0 if name.endswith("iterations") else 0.0)
+        assert fitted.errors[name]["replicates"]["p95_pct"] <= (5.0 if name.endswith("iterations") else 0.0)
     text = "\n".join(table(fitted))
     assert "mixed_iterations" in text and "linear" in text and "held out" in text
 

@@ -80,6 +80,7 @@ def _latency(rng: Random) -> AffineLatencyConfig:
         head_token_s=some(2e-4),
         iteration_overhead_s=some(4e-3),
         sequence_overhead_s=some(5e-4),
+        mixed_overhead_s=some(2e-3, 0.6),
         transfer_base_s=some(2e-2, 0.6),
         transfer_token_s=some(3e-4, 0.5),
         prefill_slowdown=rng.uniform(1.0, 2.0),

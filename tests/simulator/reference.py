@@ -186,6 +186,8 @@ class Reference:
         head_s = law.head_base_s + law.head_token_s * logits if logits else 0.0
         gpu_s = linear_s + stage_s + head_s
         host_s = law.iteration_overhead_s + law.sequence_overhead_s * (sum(counts) + len(prefill))
+        if sum(counts) and prefill:
+            host_s += law.mixed_overhead_s
         exposed_s = max(0.0, host_s - gpu_s) if case.async_schedule else host_s
         return gpu_s + exposed_s
 
