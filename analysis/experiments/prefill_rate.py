@@ -21,6 +21,12 @@ PROMPTS = (8192, 16384, 32768, 65536)
 TBTS_S = (0.05, 0.1)
 DECODES = 24  # on each of 4 GPUs
 PREFILLS = 4
+STARVED = (
+    "LoongServe starts a prompt only on instances that decode KV can be compacted away from, or where stopping all decodes "
+    "pays. This load keeps KV on every instance and replaces each decode that ends, its outputs are too short for a stop to "
+    "pay, and its rule has no ageing; in service a prompt would wait until a few decodes have ended "
+    "([its page](schemes/loongserve.md))."
+)
 
 
 def cells(settings: Settings) -> dict[str, Cell]:
@@ -64,6 +70,8 @@ def section(settings: Settings, results: Results) -> Section:
     refused = refusals({key: result for key, result in results.items() if key.endswith(kilo(PROMPTS[0]))})
     if refused:
         page.text("Refused:", "\n".join(refused))
+    if any("loongserve" in line and "starve" in line for line in refused):
+        page.text(STARVED)
     return page
 
 
