@@ -22,9 +22,9 @@ TBTS_S = (0.05, 0.1)
 DECODES = 24  # on each of 4 GPUs
 PREFILLS = 4
 STARVED = (
-    "LoongServe starts a prompt only on instances that decode KV can be compacted away from, or where stopping all decodes "
-    "pays. This load keeps KV on every instance and replaces each decode that ends, its outputs are too short for a stop to "
-    "pay, and its rule has no ageing; in service a prompt would wait until a few decodes have ended "
+    "LoongServe starts a prompt only on instances that decode KV can be compacted away from, or where stopping all "
+    "decodes pays. This load keeps KV on every instance and replaces each decode that ends, its outputs are too short "
+    "for a stop to pay, and its rule has no ageing; in service a prompt would wait until a few decodes have ended "
     "([its page](schemes/loongserve.md))."
 )
 
