@@ -180,7 +180,6 @@ class Run:
                 raise
         finally:
             if collecting:
-                _settle_garbage()
                 gc.enable()
         self.ledger.cut(self.env.now)
 
@@ -293,13 +292,6 @@ class Run:
     def _undecided(self) -> bool:
         ledger = self.ledger
         return self.watch is not None and ledger.completed + ledger.rejected < ledger.injected
-
-
-def _settle_garbage() -> None:
-    """Count what a run made as old, so that the next collection of young objects does not walk all of it."""
-    if not gc.get_freeze_count():
-        gc.freeze()
-        gc.unfreeze()
 
 
 def _block_ids(simulation: Simulation, load: Load) -> list[tuple[int, ...]]:
