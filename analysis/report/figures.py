@@ -11,7 +11,7 @@ import numpy as np
 from analysis.report.load import Goodput, Results, Run, Series
 
 # Colour-blind safe (Okabe and Ito), and readable on white and on near-black.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#8C8C3A", "#7B61C9")
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#8C8C3A", "#7B61C9", "#6B7280", "#9B2335")
 LIMIT_COLOUR = "#D0342C"
 LEGEND_ABOVE = 3  # lines that a legend above a narrow figure can name
 MOST_TICKS = 7  # labels of a narrow log axis
