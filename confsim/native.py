@@ -45,6 +45,7 @@ MODULES = (
     "schemes.fill",
     "schemes.holders",
 )
+SAID = 200  # letters of what the compiler said
 KEEP_S = 86_400.0  # older builds than this are removed by the next one; younger ones may be in use
 # No fused multiply-add, which rounds once where the interpreter rounds twice.
 FLAGS = "" if os.name == "nt" else "-ffp-contract=off"
@@ -108,7 +109,7 @@ def build() -> Path:
         BUILDS.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=BUILDS, prefix=".build-") as scratch:
             done = _compile(Path(scratch))
-            for old in BUILDS.glob(f"{folder.name.rsplit('-', 1)[0]}-*"):
+            for old in BUILDS.iterdir():
                 if time.time() - old.stat().st_mtime > KEEP_S:
                     shutil.rmtree(old, ignore_errors=True)
             done.rename(folder)
@@ -130,8 +131,8 @@ def _compile(scratch: Path) -> Path:
     )
     if run.returncode:
         lines = (run.stdout + run.stderr).strip().splitlines() or ["no message"]
-        said = next((line for line in lines if "error" in line.lower()), lines[-1])
-        raise InputError(f"the C compiler or mypyc failed, nothing was compiled: {said.strip()}")
+        said = next((line for line in lines if "error:" in line), lines[-1])
+        raise InputError(f"the C compiler or mypyc failed, nothing was compiled: {said.strip()[:SAID]}")
     out = scratch / "out"
     for path in work.rglob("*"):
         if path.name.endswith(tuple(EXTENSION_SUFFIXES)) and "build" not in path.relative_to(work).parts:
