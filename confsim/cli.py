@@ -133,7 +133,7 @@ SUBCOMMANDS = (
         "compile",
         "compile the event loop, for two to three times the speed (needs a C compiler)",
         "confsim compile",
-        "confsim.native:command",
+        "confsim.compiling:command",
         folder=False,
     ),
     Subcommand(

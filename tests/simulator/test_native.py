@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from confsim import native
+from confsim import compiling, native
 from confsim.errors import InputError
 
 REPLAY = """
@@ -78,16 +78,16 @@ def test_what_cannot_be_compiled_is_one_line_and_leaves_nothing(
     builds = tmp_path / "builds"
     monkeypatch.setattr(native, "BUILDS", builds)
     failed: Any = SimpleNamespace(returncode=1, stdout="copying\n", stderr="running\nerror: command 'cc' failed\n")
-    monkeypatch.setattr(native.subprocess, "run", lambda *args, **options: failed)
+    monkeypatch.setattr(compiling.subprocess, "run", lambda *args, **options: failed)
     with pytest.raises(InputError, match=r"^the C compiler or mypyc failed, nothing was compiled: error: command 'cc'"):
-        native.build()
+        compiling.build()
     assert list(builds.iterdir()) == []
     monkeypatch.setitem(sys.modules, "mypyc", None)
     with pytest.raises(InputError, match=r"mypyc is not installed: pip install 'confsim\[compile\]'"):
-        native.build()
+        compiling.build()
     builds.rmdir()
     builds.write_text("a file")
     monkeypatch.undo()
     monkeypatch.setattr(native, "BUILDS", builds)
     with pytest.raises(InputError, match=r"builds: cannot be written"):
-        native.build()
+        compiling.build()
