@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Protocol
 
+from mypy_extensions import mypyc_attr
+
 from confsim.errors import InputError
 from confsim.request import Request
 from confsim.specs import KvConfig
@@ -212,6 +214,7 @@ class KvStore(Protocol):
         """A request ends or is preempted with room for `tokens` on `group` (-1: only its prompt copy)."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class InPlaceKv:
     """One pool; a request's KV stays where its prefill put it (uniform TP, or heads spread for both phases)."""
 
@@ -251,6 +254,7 @@ class InPlaceKv:
         self.copies.release(request)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class MigratingKv:
     """Prompts spread by head over all groups, moved once to the decode's group (Conflux).
 

@@ -50,6 +50,7 @@ class Noise:
             self._block += [self._given.pop() for _ in range(count)]
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class ModelBackend:
     """Charges `prediction * (1 + noise)`."""
 

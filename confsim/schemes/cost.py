@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from operator import add
 from typing import NamedTuple
 
+from mypy_extensions import mypyc_attr
+
 from confsim.latency.base import LatencyModel
 from confsim.model_backend import Noise
 from confsim.plan import DecodeBatch, DecodeLoad, IterationPlan, IterationTiming
@@ -52,6 +54,7 @@ def overlapped(communication_s: float, prefill_s: float, decode_s: float, latenc
 AttentionStage = Callable[[float, float, float, LatencyModel], float]
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 @dataclass(slots=True)
 class CoBatchCost:
     """Times of iterations in which prefill shards and decodes of `sp` groups share their linear layers.

@@ -5,14 +5,23 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from simulator_harness import Case, latency
 
 from confsim import compiling, native
 from confsim.errors import InputError
+from confsim.kv import InPlaceKv
+from confsim.policies.dispatch.waterfill import Dispatch as Waterfill
+from confsim.schemes.base import Instance, KvReport, Setup, group_kv
+from confsim.schemes.cobatch import CoBatchInstance
+from confsim.schemes.cost import CoBatchCost, in_turn
+from confsim.schemes.fill import Limits
+from confsim.slo import Slo
 
 REPLAY = """
 import sys
@@ -46,6 +55,56 @@ def test_compiled_and_interpreted_runs_leave_the_same_bytes(tmp_path: Path) -> N
     compiled, interpreted = _replay(tmp_path / "1", "1"), _replay(tmp_path / "0", "0")
     assert len(compiled) == 3 * 3 * 7
     assert compiled == interpreted
+
+
+class MyDispatch(Waterfill):
+    def capacity(self, level: int) -> int:
+        return super().capacity(level) // 2
+
+
+class MyKv(InPlaceKv):
+    def refusal(self, prompt_tokens: int, output_tokens: int) -> str:
+        return "never" if prompt_tokens > 3000 else super().refusal(prompt_tokens, output_tokens)
+
+
+class MyCost(CoBatchCost):
+    def exposed_s(self, *args: Any) -> float:
+        return 2 * super().exposed_s(*args)
+
+
+class MyInstance(CoBatchInstance):
+    def counters(self) -> dict[str, float]:
+        return {**super().counters(), "mine": 1.0}
+
+
+@dataclass(frozen=True)
+class Mine:
+    """A scheme of parts that extend those that may be compiled, as a user's file would."""
+
+    name: str = "mine"
+
+    def build(self, setup: Setup) -> Instance:
+        cost = MyCost(setup.latency_of(setup.cluster.gpus, 1), in_turn, async_schedule=False)
+        limits = Limits(setup.slo.target_s, None, 8192, 4)
+        kv = MyKv(100_000, setup.kv)
+        placement = setup.policy.new_placement("least_context")
+        return MyInstance(setup, self.name, cost, kv, limits, MyDispatch, placement)
+
+    def kv_report(self, setup: Setup) -> KvReport:
+        return group_kv(setup, setup.cluster.gpus, 1, 8192)
+
+
+def test_what_may_be_compiled_may_be_extended() -> None:
+    law = latency(linear_base_s=0.01, linear_token_s=1e-5, iteration_overhead_s=0.001)
+    rows = [(0.0, 3001, 2), (0.0, 2000, 2)]
+    simulation = replace(
+        Case(rows, "chunked_prefill", latency=law, gpus=1, slo=Slo(1.0, 1.0)).simulation(), scheme=Mine()
+    )
+    result = simulation.run()
+    assert result.requests["status"].to_pylist() == ["rejected", "completed"]
+    assert result.summary["mine"] == 1
+    # Twice the host time in the iteration that `timing` prices; a run of decodes has its own sum.
+    assert result.requests["e2e_s"].to_pylist()[1] == pytest.approx(0.01 + 0.02 + 0.002 + 0.01 + 1e-5 + 0.001)
 
 
 def test_a_build_of_other_sources_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
