@@ -428,8 +428,8 @@ class _Reader:
         check_numbers([value], f"latency profile {self.where}: {section}.{key}", least)  # type: ignore[list-item]
         return float(value)  # type: ignore[arg-type]
 
-    def optional(self, section: str, key: str) -> float | None:
-        return None if self.section(section).get(key) is None else self.number(section, key, 1.0)
+    def optional(self, section: str, key: str, least: float) -> float | None:
+        return None if self.section(section).get(key) is None else self.number(section, key, least)
 
     def decode(self, value: Mapping[str, Any], name: str) -> DecodeTable:
         keys = ("sequences", "context_each", "measured_context_each")
@@ -484,9 +484,9 @@ def profile_from_json(data: Mapping[str, Any], where: str) -> Profile:
         transfer={_pair(key): reader.curve(item, f"transfer.{key}") for key, item in transfer},
         iteration_overhead_s=reader.number("overhead", "iteration_s"),
         sequence_overhead_s=reader.number("overhead", "sequence_s"),
-        mixed_overhead_s=reader.number("overhead", "mixed_s") if "mixed_s" in reader.section("overhead") else 0.0,
-        prefill_slowdown=reader.optional("slowdown", "prefill"),
-        decode_slowdown=reader.optional("slowdown", "decode"),
+        mixed_overhead_s=reader.optional("overhead", "mixed_s", 0.0) or 0.0,
+        prefill_slowdown=reader.optional("slowdown", "prefill", 1.0),
+        decode_slowdown=reader.optional("slowdown", "decode", 1.0),
         provenance=dict(reader.section("provenance")),
         errors=dict(reader.section("errors")),
     )

@@ -101,7 +101,7 @@ class CoBatchCost:
         gpu_s = self.linear_s(load, load.peak, 0) + load.attention_s + self.latency.head_s(load.peak)
         if self.joint_exchange:
             gpu_s += self.latency.all_to_all_s(load.peak)
-        return gpu_s + self.exposed_s(load.total, gpu_s)
+        return gpu_s + self.exposed_s(self.host_s(load.total, 0), gpu_s)
 
     def lockstep_wait_s(self, batches: Sequence[DecodeBatch], load: DecodeLoad) -> float:
         """Seconds of a decode-only iteration that a group waits for the slowest one, in the mean over the groups."""
@@ -130,9 +130,7 @@ class CoBatchCost:
         if not self.overlap_transfer:
             head_s += planned.transfer_s
             last_head_s += max(planned.transfer_s, latency.kv_transfer_s(request.target_tokens))
-        overhead_s = latency.overhead_s(load.total + planned.chunks + 1)
-        if load.total:
-            overhead_s += latency.mixed_overhead_s
+        overhead_s = self.host_s(load.total, planned.chunks + 1)
         hidden, joint = self.async_schedule, self.joint_exchange
         apart_s = 0.0 if co_batch else latency.linear_s(load.peak)
 
@@ -147,12 +145,14 @@ class CoBatchCost:
 
         return seconds
 
-    def exposed_s(self, sequences: int, gpu_s: float, mixed: bool = False) -> float:
-        """Host time that the GPU does not hide; `mixed`: of an iteration with both phases."""
-        overhead_s = self.latency.overhead_s(sequences)
-        if mixed:
-            overhead_s += self.latency.mixed_overhead_s
-        return max(0.0, overhead_s - gpu_s) if self.async_schedule else overhead_s
+    def host_s(self, decodes: int, chunks: int) -> float:
+        """Host time of an iteration, before any of it is hidden."""
+        host_s = self.latency.overhead_s(decodes + chunks)
+        return host_s + self.latency.mixed_overhead_s if decodes and chunks else host_s
+
+    def exposed_s(self, host_s: float, gpu_s: float) -> float:
+        """Host time that the GPU does not hide."""
+        return max(0.0, host_s - gpu_s) if self.async_schedule else host_s
 
     def timing(self, plan: IterationPlan) -> IterationTiming:
         """Every term of a plan's iteration."""
@@ -178,8 +178,7 @@ class CoBatchCost:
         linear_s = self.linear_s(load, stacked, shard)
         head_s = latency.head_s(load.peak + firsts)
         gpu_s = linear_s + stage_s + head_s
-        mixed = load.total > 0 and len(plan.prefill) > 0
-        overhead_s = self.exposed_s(load.total + len(plan.prefill), gpu_s, mixed)
+        overhead_s = self.exposed_s(self.host_s(load.total, len(plan.prefill)), gpu_s)
         duration_s = gpu_s + overhead_s
         if not self.overlap_transfer:
             duration_s, transfer_s = duration_s + transfer_s, 0.0
@@ -204,7 +203,7 @@ class CoBatchCost:
         model bends.
         """
         base_s = self.linear_s(load, load.peak, 0) + self.latency.head_s(load.peak)
-        overhead_s = self.latency.overhead_s(load.total)
+        overhead_s = self.host_s(load.total, 0)
         hidden = self.async_schedule
         attention: list[float] = []
         draw = noise.factor if noise.std else None

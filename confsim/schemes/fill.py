@@ -26,13 +26,12 @@ class Limits:
     chunk_tokens: int | None = None
     max_batched_tokens: int = 8192
     max_partial_prefills: int = 4
+    prefill_first: bool = False
 
     def __post_init__(self) -> None:
         for key in ("max_batched_tokens", "max_partial_prefills"):
             if getattr(self, key) < 1:
                 raise InputError(f"scheme.{key}={getattr(self, key)}: use 1 or more")
-
-    prefill_first: bool = False
 
 
 NOTHING = Planned()
