@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from executor.config import Layout
+from executor.cores import calm_gloo
 from executor.errors import PeerLostError
 
 Wait = Callable[[], None]
@@ -214,6 +215,7 @@ def torch_groups(layout: Layout, rank: int, timeout_s: float) -> Groups:
                 handle = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
             if rank in ranks:
                 found[role] = TorchGroup(ranks, rank, handle) if handle is not None else Solo()
+    calm_gloo()
     return _assemble(found)
 
 

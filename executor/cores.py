@@ -15,7 +15,6 @@ from zlib import crc32
 
 TASKS = Path("/proc/self/task")
 POLLING = "gloo_tcp_loop"
-LEAST = 19  # niceness where there is no idle class
 
 
 def keep_to_cores(rank: int, ranks: int, threads: int, team: str) -> None:
@@ -48,12 +47,9 @@ def calm_gloo() -> int:
     What wakes up preempts a thread of the idle class at once, which low priority alone does not grant.
     """
     found = 0
-    with suppress(OSError):  # no /proc, or a thread that has ended
+    with suppress(OSError):  # no /proc, thus no Linux, or a thread that has ended
         for task in TASKS.iterdir():
             if (task / "comm").read_text().strip() == POLLING:
-                if hasattr(os, "SCHED_IDLE"):
-                    os.sched_setscheduler(int(task.name), os.SCHED_IDLE, os.sched_param(0))
-                else:
-                    os.setpriority(os.PRIO_PROCESS, int(task.name), LEAST)
+                os.sched_setscheduler(int(task.name), os.SCHED_IDLE, os.sched_param(0))
                 found += 1
     return found

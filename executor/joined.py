@@ -24,7 +24,6 @@ from confsim.errors import InputError
 from confsim.specs import KvConfig
 from executor.collectives import Groups, torch_groups
 from executor.config import Device, Layout, ModelConfig
-from executor.cores import calm_gloo
 from executor.errors import RankError
 from executor.message import Failure, Iteration, RankConfig, Ready, Report
 from executor.serve import process_device, serve
@@ -161,9 +160,7 @@ class JoinedTeam:
             world_size=self._size,
             timeout=timedelta(seconds=timeout),
         )
-        groups = torch_groups(config.layout, config.rank, timeout)
-        calm_gloo()
-        return groups
+        return torch_groups(config.layout, config.rank, timeout)
 
 
 class _StoreLine:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from executor.collectives import Groups, Solo, torch_groups
 from executor.config import Device
-from executor.cores import calm_gloo, keep_to_cores
+from executor.cores import keep_to_cores
 from executor.errors import PeerLostError
 from executor.message import Failure, Iteration, RankConfig, Ready, Report
 from executor.rank import Rank
@@ -98,9 +98,7 @@ def connect_processes(config: RankConfig) -> Groups:
         world_size=layout.ranks,
         timeout=timedelta(seconds=timeout),
     )
-    groups = torch_groups(layout, config.rank, timeout)
-    calm_gloo()
-    return groups
+    return torch_groups(layout, config.rank, timeout)
 
 
 def name_signal(code: int) -> str:

@@ -7,12 +7,10 @@ from typing import Any
 from confsim.request import Request
 from executor.parts import parts_of, slowest
 from executor.probe import Probe, Ranks, even
-from executor.profile.plan import Cell, Grid, Plan
+from executor.profile.plan import WARM_DECODES, WARM_TOKENS, Cell, Grid, Plan
 from executor.runtime import ExecutedIteration
 
 WARM_UP_ROUNDS = 1
-WARM_DECODES = 3  # before each cell with decodes: in service an iteration mostly follows many of them
-WARM_TOKENS = 16  # context of the request that is decoded for it
 
 Row = dict[str, Any]
 

@@ -12,6 +12,8 @@ CPU = {"chunk_tokens": 1024, "prefix_tokens": 2048, "context_tokens": 1024, "seq
 GPU = {"chunk_tokens": 8192, "prefix_tokens": 32768, "context_tokens": 32768, "sequences": 64, "kv_tokens": 262144}
 BUDGET_S = {"cpu": 45.0, "cuda": 540.0}
 LEAST_CONTEXT = 16
+WARM_DECODES = 3  # before each cell with decodes: in service an iteration mostly follows many of them
+WARM_TOKENS = 16  # prompt of the request that is decoded for it
 FINE_FROM = 16  # tokens of a chunk from which sizes double
 
 
@@ -123,7 +125,7 @@ def make_plan(grid: Grid, layout: Layout) -> Plan:
     cells += _both("mixed", large, levels, shift=0)
     tokens = sum(count * (level + growth + 16) for level, count in levels.items())
     prompts = grid.prefix_tokens + 3 * grid.chunk_tokens + 64
-    warm = 16 + 3 * len(cells)  # the decodes before cells
+    warm = WARM_TOKENS + WARM_DECODES * len(cells)
     return Plan((*((cell,) for cell in cells), *ladders), levels, _up(tokens + 2 * prompts + 2 * warm, 64))
 
 

@@ -12,12 +12,12 @@ from typing import Any
 import pyarrow as pa
 
 from confsim.errors import InputError
+from confsim.latency.fit.executor import FORMAT
 from confsim.result import write_json, write_table
 from confsim.specs import GpuSpec
 from executor.config import ExecutorConfig
 from executor.profile.plan import Grid
 
-FORMAT = 2
 SCHEMA = pa.schema(
     [
         ("part", pa.string()),
