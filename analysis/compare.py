@@ -135,20 +135,13 @@ def search_settings(cfg: DictConfig) -> SearchSettings:
     """
     own = cfg.goodput
     try:
-        if not float(own.start_rate) > 0:
-            raise InputError(f"goodput.start_rate={own.start_rate}: use a rate above 0")
-        return SearchSettings(
-            tolerance=float(own.tolerance),
-            min_rate=float(own.min_rate),
-            max_rate=float(own.max_rate),
-            start_rate=min(max(float(own.start_rate), float(own.min_rate)), float(own.max_rate)),
-            probes_per_round=int(own.probes_per_round),
-            curve=tuple(float(share) for share in own.curve or ()),
-        )
-    except InputError:
-        raise
+        tolerance, least, most, start = (float(own[key]) for key in ("tolerance", "min_rate", "max_rate", "start_rate"))
+        probes, curve = int(own.probes_per_round), tuple(float(share) for share in own.curve or ())
     except (TypeError, ValueError) as error:
         raise InputError(f"goodput: {error}") from error
+    if not start > 0:
+        raise InputError(f"goodput.start_rate={own.start_rate}: use a rate above 0")
+    return SearchSettings(tolerance, least, most, min(max(start, least), most), probes, curve)
 
 
 def _states(cases: Sequence[SchemeCase], settings: SearchSettings) -> list[_State]:
