@@ -113,9 +113,12 @@ def validate(cfg: DictConfig, say: Say = lambda line: None) -> tuple[dict[str, A
     repeats = int(cfg.live.repeats)
     if repeats < 0:
         raise InputError(f"live.repeats={repeats}: use 0 or more")
+    rates = [float(rate) for rate in cfg.live.rates or []]
+    if any(not 0 < rate < float("inf") for rate in rates):
+        raise InputError(f"live.rates={list(cfg.live.rates)}: use numbers above 0")
+    simulation.latency.describe(simulation.model, simulation.gpu)  # a missing profile is said before ranks start
     comparison = compare(simulation, repeats, say)
     iterations, requests = iterations_table(comparison), requests_table(comparison)
-    rates = [float(rate) for rate in cfg.live.rates or []]
     goodput = compare_goodput(simulation, rates, say)
     config: Any = OmegaConf.to_container(cfg, resolve=True)
     return summarise(simulation, comparison, iterations, requests, goodput, config), iterations, requests

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from confsim.errors import InputError
-from confsim.latency.fit.executor import FORMAT
+from confsim.latency.fit.executor import COMMON, FORMAT, read_head
 from confsim.result import write_json, write_table
 from confsim.specs import GpuSpec
 from executor.config import ExecutorConfig
@@ -76,19 +76,31 @@ class Store:
         """Rounds that are there already; makes the folder where it is new.
 
         Raises:
-            InputError: if the folder holds the profile of something else.
+            InputError: if the folder, or one beside it, holds the profile of something else, or it cannot be made.
         """
+        for file in sorted(self.folder.parent.glob("*/profile.json")):
+            if file.parent != self.folder:
+                self._check_beside(file)
         file = self.folder / "profile.json"
         if file.is_file():
-            found = json.loads(file.read_text(encoding="utf-8"))
-            if found.get("identity") != self.identity:
+            if read_head(file).get("identity") != self.identity:
                 raise InputError(
                     f"{self.folder} holds the profile of another model, layout, device or grid: name a new folder in "
                     "output, or remove it"
                 )
             return sorted(int(path.stem.split("-")[1]) for path in self.folder.glob("round-*.parquet"))
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"output={self.folder.parent}: cannot be made ({error.strerror or error})") from error
         return []
+
+    def _check_beside(self, file: Path) -> None:
+        """Layouts of one folder are fitted together."""
+        found, own = read_head(file), json.loads(json.dumps(self.head))
+        for key in COMMON:
+            if found[key] != own[key]:
+                raise InputError(f"{file}: measured another {key}: name a new folder in output")
 
     def describe(self, facts: list[Mapping[str, Any]]) -> None:
         """Write what was measured on what; `facts` are the ranks' own account."""

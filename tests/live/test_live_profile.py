@@ -160,6 +160,23 @@ def test_a_folder_of_something_else_is_refused(folder: Path):
         measured(folder, replace(GRID, chunk_tokens=128))
 
 
+def test_folders_that_could_not_be_fitted_are_refused_before_measuring(folder: Path, tmp_path: Path):
+    """Another model beside, a broken or older profile.json, and an output that is no folder."""
+    other = tmp_path / "copy"
+    shutil.copytree(folder, other)
+    wider = replace(executor(), model=replace(MODEL, intermediate_size=128), layout=Layout("tp", 1, 2))
+    with pytest.raises(InputError, match=r"profile\.json: measured another model: name a new folder"):
+        measured(other, config=wider)
+    head = json.loads((other / "xp-2x1" / "profile.json").read_text())
+    for content in ("{", json.dumps(head | {"format": 1})):
+        (other / "xp-2x1" / "profile.json").write_text(content)
+        with pytest.raises(InputError, match=r"profile\.json: (cannot be read as JSON|is no executor profile)"):
+            measured(other)
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"file: cannot be made \(Not a directory\)"):
+        measured(tmp_path / "file")
+
+
 def test_a_budget_ends_a_profile_after_three_rounds(tmp_path: Path):
     lines: list[str] = []
     outcome = measured(tmp_path, replace(GRID, budget_s=0.0), say=lines.append)

@@ -174,3 +174,18 @@ def test_sources_that_do_not_exist_are_refused():
 def test_the_law_has_every_term():
     assert all(value > 0 for name, value in LAW.items() if name != "transfer_base_s")
     assert mixed_trace().table.num_rows == 40
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("live.rates=[2,-1]", r"live\.rates=\[2, -1\]: use numbers above 0"),
+        ("latency.profile=/nowhere.json", r"/nowhere\.json cannot be read"),
+    ],
+)
+def test_mistakes_are_told_before_ranks_start(word: str, message: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(validation, "compare", lambda *words: pytest.fail("ranks were started"))
+    words = ["executor=cpu_tiny", "trace=fixed", "trace.requests=2"]
+    words += ["latency=affine"] if word.startswith("live") else []
+    with pytest.raises(InputError, match=message):
+        validation.validate(validation.live_config([*words, word]))

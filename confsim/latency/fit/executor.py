@@ -41,6 +41,7 @@ FORMAT = 2
 STAGES = ("linear_s", "prefill_attention_s", "decode_attention_s", "communication_s", "head_s", "transfer_s")
 TIMES = ("duration_s", *STAGES, "overhead_s")
 HELD_OUT = "mixed"
+COMMON = ("model", "gpu")  # of all layouts in a folder
 LEAST_SHARE = 0.05  # a time read off outside the measured contexts is no smaller a share of the least measured one
 
 
@@ -102,16 +103,21 @@ def read(folder: Path) -> Raw:
     files = sorted(folder.glob("*/profile.json")) or sorted(folder.glob("profile.json"))
     if not files:
         raise InputError(f"profile={folder}: no profile.json below it, run `confsim profile output={folder}` first")
-    heads = [_head(file) for file in files]
+    heads = [read_head(file) for file in files]
     for file, head in zip(files, heads, strict=True):
-        for key in ("model", "gpu"):
+        for key in COMMON:
             if head[key] != heads[0][key]:
                 raise InputError(f"{file}: measured another {key} than {files[0]}: keep one a folder")
     cells = [cell for file in files for cell in _cells(file.parent)]
     return Raw(heads[0], tuple(heads), tuple(cells))
 
 
-def _head(file: Path) -> dict[str, Any]:
+def read_head(file: Path) -> dict[str, Any]:
+    """What a layout's `profile.json` says was measured on what.
+
+    Raises:
+        InputError: where it cannot be read, or is none of this format.
+    """
     try:
         head = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
