@@ -45,7 +45,7 @@ bench: $(VENV)/.test
 fidelity: $(VENV)/.test
 	$(COMPILE)
 	$(VENV)/bin/confsim validate source=silicon silicon.record=docs/silicon.json $(ARGS)
-	$(VENV)/bin/python -m analysis.fidelity
+	$(VENV)/bin/python -m analysis.validate.fidelity
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis confsim/_native

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from analysis.goodput import Probe
+from analysis.search.goodput import Probe
 
 
 def describe(probe: Probe) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from confsim import native
+from confsim.setup import native
 
 if TYPE_CHECKING:
     from confsim.api import Result as Result

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from confsim.cache import cached_trace
-from confsim.configuration import compose as compose
-from confsim.configuration import explain
-from confsim.engine import Simulation, Window
 from confsim.errors import InputError
-from confsim.result import Result
-from confsim.values import checked
+from confsim.outcome.result import Result
+from confsim.run.engine import Simulation, Window
+from confsim.setup.cache import cached_trace
+from confsim.setup.configuration import compose as compose
+from confsim.setup.configuration import explain
+from confsim.setup.values import checked
 from traces.progress import console_progress
 from traces.trace import Trace
 

@@ -100,7 +100,7 @@ SUBCOMMANDS = (
         "fit",
         "fit a latency profile to kernel measurements",
         "confsim fit source=aiconfigurator model=qwen3_14b gpu=h100_sxm",
-        "confsim.latency.fit.command:command",
+        "analysis.calibrate.command:command",
         folder=False,
     ),
     Subcommand(
@@ -133,7 +133,7 @@ SUBCOMMANDS = (
         "compile",
         "compile the event loop, for two to three times the speed (needs a C compiler)",
         "confsim compile",
-        "confsim.compiling:command",
+        "confsim.setup.compiling:command",
         folder=False,
     ),
     Subcommand(
@@ -181,7 +181,7 @@ def _dispatch(words: list[str]) -> int:
         return 0
     row = table.get(words[0])
     if row is None:
-        from confsim.configuration import did_you_mean
+        from confsim.setup.configuration import did_you_mean
 
         hint = did_you_mean(words[0], list(table))
         return _complain(f"confsim: no subcommand '{words[0]}'{hint}; use one of {', '.join(table)}", USER_ERROR)
@@ -220,7 +220,7 @@ def _overview() -> str:
 
 
 def _explain(row: Subcommand, words: Sequence[str]) -> int:
-    from confsim.configuration import groups
+    from confsim.setup.configuration import groups
 
     unknown = [word for word in words if word not in groups() and "=" not in word and not word.startswith("-")]
     if unknown:
@@ -231,7 +231,7 @@ def _explain(row: Subcommand, words: Sequence[str]) -> int:
 
 
 def _manual(row: Subcommand, words: Sequence[str]) -> str:
-    from confsim.configuration import groups, options
+    from confsim.setup.configuration import groups, options
 
     wanted = [word for word in words if word in groups()]
     if wanted:
@@ -275,7 +275,7 @@ def _defaults(name: str) -> list[str]:
 
 
 def _group_manual(group: str) -> str:
-    from confsim.configuration import options
+    from confsim.setup.configuration import options
 
     parts = []
     for name in options(group):
@@ -321,7 +321,7 @@ def _run_sweep(row: Subcommand, arguments: list[str]) -> int | None:
 
 def _report_error(row: Subcommand, arguments: list[str], error: Exception, started: bool) -> int:
     """One line for a mistake of the user's; the traceback for a defect, or where HYDRA_FULL_ERROR=1 asks for it."""
-    from confsim.configuration import config_errors, explain, input_error
+    from confsim.setup.configuration import config_errors, explain, input_error
 
     mistake = input_error(error) is not None or isinstance(error, config_errors()) or not started
     if not mistake or os.environ.get("HYDRA_FULL_ERROR") == "1":
@@ -332,7 +332,7 @@ def _report_error(row: Subcommand, arguments: list[str], error: Exception, start
 
 
 def _rewritten(words: list[str], row: Subcommand, sweep: bool) -> list[str]:
-    from confsim.configuration import rewrite
+    from confsim.setup.configuration import rewrite
 
     return rewrite(words, row.name, sweep)
 
@@ -387,7 +387,7 @@ def _patched(words: list[str], row: Subcommand) -> Iterator[None]:
 def _run_job(row: Subcommand, cfg: Any, sweep: bool, failures: Failures) -> None:
     from hydra.core.hydra_config import HydraConfig
 
-    from confsim.configuration import check
+    from confsim.setup.configuration import check
 
     overrides = list(HydraConfig.get().overrides.task)
     failures.started += 1
@@ -424,7 +424,7 @@ def _keep_traceback(folder: Path, error: Exception) -> None:
 
 def _report_failures(row: Subcommand, failures: Failures, error: Exception) -> int:
     """Name the jobs of a sweep that failed; their tracebacks are in their folders."""
-    from confsim.configuration import input_error, one_line
+    from confsim.setup.configuration import input_error, one_line
 
     jobs = failures.jobs or [("", error)]
     print(f"confsim {row.name}: {len(jobs)} of {failures.started} runs failed", file=sys.stderr)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from confsim.plan import DecodeBatch, IterationPlan, PrefillChunk
+from confsim.run.plan import DecodeBatch, IterationPlan, PrefillChunk
 from executor.config import Layout, Sampling
 from executor.runtime import ExecutedIteration, Runtime
 
@@ -19,7 +19,7 @@ def derive_tokens(request: int, count: int, vocab_size: int, seed: int = 0) -> n
 
 
 class LiveBackend:
-    """`confsim.backend.Backend` over a running `Runtime`; closing it closes the runtime.
+    """`confsim.run.backend.Backend` over a running `Runtime`; closing it closes the runtime.
 
     Prompts come from `prompts(request id, tokens)`, by default derived from the request's id. `iterations` counts
     what ran; `last` is the newest result with all that the ranks reported.

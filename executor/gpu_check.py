@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from confsim.plan import DecodeBatch as PlanDecodes
-from confsim.plan import IterationPlan, PrefillChunk
-from confsim.request import Request
+from confsim.run.plan import DecodeBatch as PlanDecodes
+from confsim.run.plan import IterationPlan, PrefillChunk
+from confsim.run.request import Request
 from confsim.specs import KvConfig
 from executor.attention import AttentionKernels, DecodeBatch, PrefillBatch, SdpaKernels
 from executor.check import run_checks, summarise

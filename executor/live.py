@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from confsim.errors import InputError
-from confsim.model_backend import Noise
-from confsim.plan import DecodeBatch, IterationPlan, IterationTiming, PrefillChunk
-from confsim.request import Request
+from confsim.run.model_backend import Noise
+from confsim.run.plan import DecodeBatch, IterationPlan, IterationTiming, PrefillChunk
+from confsim.run.request import Request
 from confsim.schemes.cost import CoBatchCost, in_turn
 from confsim.specs import ClusterSpec, KvConfig
 from executor.backend import LAYOUT_OF_SCHEME, LiveBackend

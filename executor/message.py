@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from confsim.plan import IterationPlan
+from confsim.run.plan import IterationPlan
 from confsim.specs import KvConfig
 from executor.config import Device, Layout, ModelConfig, Sampling
 

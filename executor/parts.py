@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from confsim.plan import IterationTiming
+from confsim.run.plan import IterationTiming
 from executor.message import Report
 from executor.runtime import ExecutedIteration
 

@@ -7,8 +7,8 @@ from typing import Protocol
 
 import numpy as np
 
-from confsim.plan import DecodeBatch, IterationPlan, PrefillChunk
-from confsim.request import Request
+from confsim.run.plan import DecodeBatch, IterationPlan, PrefillChunk
+from confsim.run.request import Request
 from executor.config import Layout, ModelConfig
 from executor.runtime import ExecutedIteration
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from confsim.errors import InputError
-from confsim.plan import IterationPlan, IterationTiming, PrefillChunk
+from confsim.run.plan import IterationPlan, IterationTiming, PrefillChunk
 from confsim.specs import KvConfig
 from executor.config import Device, ExecutorConfig, Layout, ModelConfig, Sampling
 from executor.errors import RankError

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from confsim.kv import InPlaceKv, MigratingKv
-from confsim.plan import DecodeBatch, IterationPlan, PrefillChunk
-from confsim.request import Request
+from confsim.kv.pools import InPlaceKv, MigratingKv
+from confsim.run.plan import DecodeBatch, IterationPlan, PrefillChunk
+from confsim.run.request import Request
 from confsim.specs import KvConfig
 from executor.config import Layout, ModelConfig
 

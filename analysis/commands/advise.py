@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from analysis.advise import advise
 from analysis.commands.shared import make_console, rate, run_folder, seconds, share, shown
-from analysis.compare import Silent
 from analysis.progress import listener
+from analysis.search.advise import advise
+from analysis.search.compare import Silent
 
 
 def command(cfg: DictConfig) -> None:

@@ -11,8 +11,8 @@ from analysis.experiments import ablation, attention_stage, dispatch, prefill_ra
 from analysis.experiments.base import Experiment, Settings
 from analysis.experiments.document import write_document, write_explorer
 from analysis.experiments.run import Runner
-from confsim.configuration import did_you_mean
 from confsim.errors import InputError
+from confsim.setup.configuration import did_you_mean
 
 MODULES = (prefill_rate, ablation, attention_stage, speedup, dispatch, ranking, premise)
 EXPERIMENTS: dict[str, Experiment] = {module.EXPERIMENT.name: module.EXPERIMENT for module in MODULES}

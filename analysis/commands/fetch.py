@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from omegaconf import DictConfig
 
-from confsim.configuration import did_you_mean
 from confsim.errors import InputError
+from confsim.setup.configuration import did_you_mean
 from traces.catalog import CATALOG, fetch, fetch_with_bar
 
 

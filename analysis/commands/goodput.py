@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from analysis.commands.shared import make_console, print_warnings, rate, run_folder, share, shown
-from analysis.compare import Silent, compare
+from analysis.pages.report import write_report
 from analysis.progress import listener
-from analysis.report import write_report
+from analysis.search.compare import Silent, compare
 
 
 def command(cfg: DictConfig) -> None:

@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from analysis.commands.shared import make_console
-from confsim.configuration import did_you_mean, options
 from confsim.errors import InputError
+from confsim.setup.configuration import did_you_mean, options
 
 KINDS = {  # group: heading
     "model": "Models",

@@ -10,9 +10,9 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from analysis.commands.shared import shown
-from analysis.report import write_report
+from analysis.pages.report import write_report
+from analysis.pages.sweep import Choice, write_sweep_report
 from analysis.sweep.folder import read_plan
-from analysis.sweep.report import Choice, write_sweep_report
 from confsim.errors import InputError
 
 

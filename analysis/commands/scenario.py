@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from analysis.charts import Figure, bars, write_svg
 from analysis.commands.shared import in_sweep, make_console, print_warnings, run_folder, seconds, shown
-from confsim.scenario import PARTS, run
+from analysis.pages.charts import Figure, bars, write_svg
+from confsim.run.scenario import PARTS, run
 
 DRAWN = 40  # iterations that the plot shows, from the first on
 NAMES = {part: part.replace("_", " ") for part in PARTS}

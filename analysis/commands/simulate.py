@@ -22,8 +22,8 @@ from analysis.commands.shared import (
     share,
     shown,
 )
-from analysis.knee import attainment_band
-from analysis.timeline import write_timeline
+from analysis.pages.timeline import write_timeline
+from analysis.search.knee import attainment_band
 from confsim import api
 from confsim.errors import InputError
 

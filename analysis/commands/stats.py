@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from analysis.commands.shared import make_console, run_folder, shown
-from confsim.result import write_json
+from confsim.outcome.result import write_json
 from traces.progress import console_progress
 from traces.stats import describe, stats_table
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from analysis.charts import bars
 from analysis.experiments.base import (
     Cell,
     Experiment,
@@ -16,6 +15,7 @@ from analysis.experiments.base import (
     scenario,
 )
 from analysis.experiments.prefill_rate import DECODES, PROMPTS, TBTS_S
+from analysis.pages.charts import bars
 
 OVERLAP = "scheme.overlap=false"
 SPREAD = "scheme.spread_decode=true"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from analysis.charts import bars
 from analysis.experiments.base import Cell, Experiment, Results, Section, Settings, milliseconds, scenario
+from analysis.pages.charts import bars
 
 DECODES = (8, 16, 32, 48)  # a GPU
 CHUNK = 8192  # prefill tokens of the iteration, over 4 GPUs

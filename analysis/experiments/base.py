@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from analysis.charts import Figure
-from confsim.configuration import options
+from analysis.pages.charts import Figure
 from confsim.errors import InputError
+from confsim.setup.configuration import options
 from traces.catalog import CATALOG, cache_directory
 
 WORKLOADS = ("toolagent", "conversation", "synthetic", "qwen_a")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from analysis.charts import bars
 from analysis.experiments.base import Cell, Experiment, Results, Section, Settings, milliseconds, scenario
+from analysis.pages.charts import bars
 
 DECODES = (128, 0, 0, 0)
 CONTEXT = 1024

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from analysis.charts import Figure, write_svg
 from analysis.experiments.base import Section
+from analysis.pages.charts import Figure, write_svg
 
 HEAD = """# Experiments
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from analysis.charts import bars
 from analysis.experiments.base import (
     PLAIN,
     Cell,
@@ -16,6 +15,7 @@ from analysis.experiments.base import (
     registered,
     scenario,
 )
+from analysis.pages.charts import bars
 
 PROMPTS = (8192, 16384, 32768, 65536)
 TBTS_S = (0.05, 0.1)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from analysis.charts import lines
 from analysis.experiments import ranking
 from analysis.experiments.base import MODELS, Cell, Experiment, Results, Section, Settings, number, registered
-from analysis.premise import decode_slack, decodes_running, one_group
+from analysis.pages.charts import lines
+from analysis.search.premise import decode_slack, decodes_running, one_group
 from confsim import api
 
 MODEL = "qwen3_14b"

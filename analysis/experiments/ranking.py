@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from analysis.charts import bars
 from analysis.experiments.base import MODELS, Cell, Experiment, Results, Section, Settings, registered
+from analysis.pages.charts import bars
 
 ROWS = {  # schemes and how their options are chosen; auto and tuned are searched
     "Conflux": ("scheme=conflux",),

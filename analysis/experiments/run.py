@@ -17,11 +17,18 @@ from rich.text import Text
 
 from analysis.experiments.base import Cell
 from analysis.experiments.work import compute
-from confsim.cache import Store, cached_json, code_digest
-from confsim.provenance import digest, file_digest
+from confsim.setup.cache import Store, cached_json, code_digest
+from confsim.setup.provenance import digest, file_digest
 
 KIND = "experiments"  # of the entries in the store
-CODE = ("confsim", "traces", "analysis.cases", "analysis.goodput", "analysis.runner", "analysis.experiments.work")
+CODE = (
+    "confsim",
+    "traces",
+    "analysis.search.cases",
+    "analysis.search.goodput",
+    "analysis.search.runner",
+    "analysis.experiments.work",
+)
 DATA = ("conf", "confsim.latency")  # packages whose other files matter
 
 

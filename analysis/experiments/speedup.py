@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from analysis.charts import lines
 from analysis.experiments.base import (
     PLAIN,
     Cell,
@@ -16,6 +15,7 @@ from analysis.experiments.base import (
     registered,
     scenario,
 )
+from analysis.pages.charts import lines
 
 GPUS = (1, 2, 4, 8)
 DECODES = 16  # of 8K, a GPU

@@ -11,15 +11,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from analysis.cases import SchemeCase, scheme_cases
-from analysis.compare import latency_error
 from analysis.experiments.base import Cell
-from analysis.goodput import Probe, Search, SearchSettings, Task
-from analysis.premise import Lengths, gpus_needed
-from analysis.runner import ZERO_LOAD_RATE, sample_by_length
+from analysis.search.cases import SchemeCase, scheme_cases
+from analysis.search.compare import latency_error
+from analysis.search.goodput import Probe, Search, SearchSettings, Task
+from analysis.search.premise import Lengths, gpus_needed
+from analysis.search.runner import ZERO_LOAD_RATE, sample_by_length
 from confsim import api
 from confsim.errors import InputError
-from confsim.scenario import run as run_scenario
+from confsim.run.scenario import run as run_scenario
 from traces.arrivals import Poisson
 from traces.trace import Trace
 

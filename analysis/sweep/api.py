@@ -17,8 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from analysis.sweep.driver import Sweep
 from analysis.sweep.expand import Grid, Point, expand
-from confsim.configuration import check, compose, config_errors, explain, groups, one_line, rewrite
 from confsim.errors import InputError
+from confsim.setup.configuration import check, compose, config_errors, explain, groups, one_line, rewrite
 
 WORD = re.compile(r"[A-Za-z_./-][\w./-]*")
 RESERVED = ("null", "true", "false", "nan", "inf")

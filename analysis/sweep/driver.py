@@ -29,9 +29,9 @@ from analysis.sweep.progress import Display, Tally, display, watching
 from analysis.sweep.session import Job, Session, Task
 from analysis.sweep.table import build_table
 from analysis.sweep.worker import is_full
-from confsim.configuration import one_line
 from confsim.errors import InputError
-from confsim.result import write_json, write_table
+from confsim.outcome.result import write_json, write_table
+from confsim.setup.configuration import one_line
 
 INDEX = ".runs"  # in the output directory: where finished runs of all sweeps are
 DRAIN_POLL_S = 0.2

@@ -14,8 +14,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from confsim.configuration import check, config_errors, explain, fresh_hydra, groups, one_line
 from confsim.errors import InputError
+from confsim.setup.configuration import check, config_errors, explain, fresh_hydra, groups, one_line
 
 SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 ALL_SCHEMES = "per_scheme.all."  # how `goodput` keeps scheme.KEY

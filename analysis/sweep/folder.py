@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from confsim.errors import InputError
-from confsim.provenance import file_digest
-from confsim.result import write_json
+from confsim.outcome.result import write_json
+from confsim.setup.provenance import file_digest
 
 PLAN = "sweep.json"
 RUN = "run.json"

@@ -9,14 +9,19 @@ from functools import cache
 from importlib import metadata
 from typing import Any
 
-from confsim.cache import code_digest, leaves, named_files
 from confsim.errors import InputError
-from confsim.provenance import digest
+from confsim.setup.cache import code_digest, leaves, named_files
+from confsim.setup.provenance import digest
 
 RESULTLESS = ("cache", "output", "quiet", "resume", "sweep")  # top-level keys that no result depends on
 RESULTLESS_LEAVES = (("goodput", "workers"),)
 CODE = ("confsim", "traces")
-SEARCH = ("analysis.cases", "analysis.compare", "analysis.goodput", "analysis.runner")  # of a goodput search
+SEARCH = (
+    "analysis.search.cases",
+    "analysis.search.compare",
+    "analysis.search.goodput",
+    "analysis.search.runner",
+)  # of a goodput search
 EXTRAS = ("band", "timeline")  # of `output`
 LIBRARIES = ("numpy", "simpy")  # whose version may change a number
 ID_DIGITS = 32

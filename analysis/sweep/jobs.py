@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from confsim.cache import LatencyTables
-from confsim.provenance import digest
+from confsim.setup.cache import LatencyTables
+from confsim.setup.provenance import digest
 from traces.trace import Trace
 
 KEPT_TRACES = 4  # of a worker, so that sweeps over traces stay small
@@ -52,8 +52,8 @@ def simulate(config: Mapping[str, Any], folder: Path, shared: Shared) -> Note:
     """One replay."""
     from omegaconf import OmegaConf
 
-    from analysis.knee import attainment_band
-    from analysis.timeline import write_timeline
+    from analysis.pages.timeline import write_timeline
+    from analysis.search.knee import attainment_band
     from confsim import api
 
     cfg = OmegaConf.create(dict(config))
@@ -84,7 +84,7 @@ def goodput(config: Mapping[str, Any], folder: Path, shared: Shared) -> Note:
     """One search; it takes a single process, since the sweep's workers share the machine."""
     from omegaconf import OmegaConf
 
-    from analysis.compare import compare
+    from analysis.search.compare import compare
 
     own = copy.deepcopy(dict(config))
     own["goodput"]["workers"] = 1

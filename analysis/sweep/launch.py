@@ -10,8 +10,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from confsim.configuration import config_errors, explain, fresh_hydra, options
 from confsim.errors import InputError
+from confsim.setup.configuration import config_errors, explain, fresh_hydra, options
 
 WORKER_CONFIG = "sweep_worker"
 QUEUED_WORKERS = 256  # worker jobs at most where the launcher's own queue decides how many run at once

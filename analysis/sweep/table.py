@@ -14,10 +14,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from analysis.report.load import read_json
+from analysis.pages.report.load import read_json
 from analysis.sweep.folder import RUN, SweepFolder, failure_of
 from analysis.sweep.identity import relevant
-from confsim.cache import leaves
+from confsim.setup.cache import leaves
 
 META = b"confsim"
 FIRST = ("run", "id", "status", "error")

@@ -23,8 +23,8 @@ from analysis.sweep.folder import SweepFolder
 from analysis.sweep.identity import code_version
 from analysis.sweep.jobs import RUN, Shared
 from analysis.sweep.session import HEARTBEAT_S, EventLog, Job, Session, Task, process_lives
-from confsim.configuration import input_error, one_line
 from confsim.errors import InputError
+from confsim.setup.configuration import input_error, one_line
 
 INTERRUPTED = 130
 FULL = (errno.ENOSPC, errno.EDQUOT)

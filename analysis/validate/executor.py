@@ -23,11 +23,11 @@ from analysis.commands.shared import make_console, run_folder, share, shown
 from analysis.validate.executor_page import write_page
 from analysis.validate.plans import LoggedRun, PlanKey, PlanLog, RecordedTimes
 from confsim import api
-from confsim.engine import Run, Simulation
 from confsim.errors import InputError
-from confsim.model_backend import ModelBackendConfig
-from confsim.provenance import provenance
-from confsim.result import Result, write_json, write_table
+from confsim.outcome.result import Result, write_json, write_table
+from confsim.run.engine import Run, Simulation
+from confsim.run.model_backend import ModelBackendConfig
+from confsim.setup.provenance import provenance
 
 Floats = npt.NDArray[np.float64]
 Say = Callable[[str], None]

@@ -13,8 +13,8 @@ import numpy as np
 import pyarrow as pa
 
 from analysis.commands.shared import seconds, share
-from analysis.report.figures import COLOURS, LIMIT_COLOUR, Figure, numbers
-from analysis.report.page import Page
+from analysis.pages.report.figures import COLOURS, LIMIT_COLOUR, Figure, numbers
+from analysis.pages.report.page import Page
 
 MOST_POINTS = 4000  # of a scatter; more are thinned evenly
 REQUEST_NAMES = {

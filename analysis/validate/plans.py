@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from confsim.backend import Backend, RunBackends, open_run
 from confsim.errors import InputError
-from confsim.model_backend import Cost, Noise
-from confsim.plan import IterationPlan, IterationTiming
+from confsim.run.backend import Backend, RunBackends, open_run
+from confsim.run.model_backend import Cost, Noise
+from confsim.run.plan import IterationPlan, IterationTiming
 
 # Chunks of (request, start, shards, is last, decode group), members of each decode batch, requests whose KV is freed.
 PlanKey = tuple[tuple[tuple[int, int, tuple[int, ...], bool, int], ...], tuple[tuple[int, ...], ...], tuple[int, ...]]

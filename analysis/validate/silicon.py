@@ -26,8 +26,8 @@ from analysis.validate.silicon_fit import Fit, errors, fit
 from analysis.validate.silicon_page import write_page
 from analysis.validate.silicon_rows import FAMILIES, FIT_TP, SPLITS, Family, Measured, Sample, load_sample
 from confsim.errors import InputError
-from confsim.provenance import provenance
-from confsim.result import write_json, write_table
+from confsim.outcome.result import write_json, write_table
+from confsim.setup.provenance import provenance
 
 DIGITS = 4  # of errors in the record that the documentation is made from
 Predictor = Callable[[str, Sequence[Measured], Constants], list[Predicted]]

@@ -31,18 +31,18 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from analysis.calibrate.command import fit_from
 from analysis.validate.silicon_rows import FAMILIES, Family, Measured
-from confsim.configuration import compose
-from confsim.engine import Simulation
 from confsim.latency.compiled import CompiledLatency, Dense
 from confsim.latency.config import FittedLatency
-from confsim.latency.fit.command import fit_from
 from confsim.latency.profile import Profile
 from confsim.latency.share import SmShares
-from confsim.model_backend import ModelBackendConfig
+from confsim.outcome.slo import Slo
 from confsim.policies import Policy
+from confsim.run.engine import Simulation
+from confsim.run.model_backend import ModelBackendConfig
 from confsim.schemes.chunked_prefill import ChunkedPrefill
-from confsim.slo import Slo
+from confsim.setup.configuration import compose
 from confsim.specs import ClusterSpec, GpuSpec, KvConfig, ModelSpec
 from traces.arrivals import ClosedLoop
 from traces.arrivals.base import Arrivals

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from analysis.commands.shared import share
-from analysis.report.figures import COLOURS, LIMIT_COLOUR, Figure, numbers
-from analysis.report.page import Page
+from analysis.pages.report.figures import COLOURS, LIMIT_COLOUR, Figure, numbers
+from analysis.pages.report.page import Page
 
 WORST = 12  # rows of each table of the worst
 SYMBOLS = {"fit": "circle-open", "held_out": "circle", "kv_limited": "x"}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from confsim.errors import InputError
-from confsim.request import Request
+from confsim.run.request import Request
 
 PredictPrefill = Callable[[Request], float]  # seconds to prefill the rest of a request alone, from now
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from heapq import heapify, heappop, heappush
 from typing import Any
 
-from confsim.request import Request
+from confsim.run.request import Request
 
 Entry = tuple[bool, Any, int, Request]  # not preempted, key, id
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from confsim.request import Request
+from confsim.run.request import Request
 
 LOOK = 8  # requests behind the oldest one whose first token is looked for at each arrival
 MEMORY = 1 << 20  # prefix blocks that a router remembers

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from confsim.errors import InputError
-from confsim.request import Request
+from confsim.run.request import Request
 
 
 class Target(Protocol):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from confsim.request import Request
 from confsim.routers.base import Target
+from confsim.run.request import Request
 
 
 class Router:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from confsim.request import Request
 from confsim.routers._state import View
 from confsim.routers.base import Target
+from confsim.run.request import Request
 
 
 class Router:

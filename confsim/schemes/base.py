@@ -11,16 +11,16 @@ import numpy as np
 import simpy
 from mypy_extensions import mypyc_attr
 
-from confsim.backend import Backend
-from confsim.kv import BlockPool
+from confsim.kv.memory import KvCapacity, kv_capacity
+from confsim.kv.pools import BlockPool
 from confsim.latency.base import LatencyModel
 from confsim.latency.share import SmShares
-from confsim.ledger import Ledger
-from confsim.memory import KvCapacity, kv_capacity
-from confsim.model_backend import Cost, Noise
+from confsim.outcome.slo import Slo
 from confsim.policies import Policy
-from confsim.request import Request
-from confsim.slo import Slo
+from confsim.run.backend import Backend
+from confsim.run.ledger import Ledger
+from confsim.run.model_backend import Cost, Noise
+from confsim.run.request import Request
 from confsim.specs import ClusterSpec, GpuSpec, KvConfig, ModelSpec
 
 

@@ -13,17 +13,17 @@ from typing import Any
 import simpy
 from mypy_extensions import mypyc_attr
 
-from confsim.backend import Backend
-from confsim.kv import BlockPool, InPlaceKv, MigratingKv
-from confsim.model_backend import ModelBackend
-from confsim.plan import DecodeBatch, DecodeLoad, IterationPlan, IterationTiming, PrefillChunk
+from confsim.kv.pools import BlockPool, InPlaceKv, MigratingKv
 from confsim.policies.base import Dispatch, GroupLoad, Placement
-from confsim.record import DecodeRun
-from confsim.request import Request
+from confsim.run.backend import Backend
+from confsim.run.holders import Holders
+from confsim.run.model_backend import ModelBackend
+from confsim.run.plan import DecodeBatch, DecodeLoad, IterationPlan, IterationTiming, PrefillChunk
+from confsim.run.record import DecodeRun
+from confsim.run.request import Request
 from confsim.schemes.base import Instance, Setup
 from confsim.schemes.cost import CoBatchCost
 from confsim.schemes.fill import Fill, Limits
-from confsim.schemes.holders import Holders
 
 AHEAD_STEPS = 32  # decode-only iterations looked ahead to where an event may cut them
 

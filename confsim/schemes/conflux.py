@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from confsim.errors import InputError
-from confsim.kv import InPlaceKv, MigratingKv
+from confsim.kv.pools import InPlaceKv, MigratingKv
 from confsim.parallel import split_heads
 from confsim.schemes.base import Instance, KvReport, Setup, group_kv
 from confsim.schemes.cobatch import CoBatchInstance

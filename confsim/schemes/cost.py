@@ -10,11 +10,11 @@ from typing import NamedTuple
 from mypy_extensions import mypyc_attr
 
 from confsim.latency.base import LatencyModel
-from confsim.model_backend import Noise
-from confsim.plan import DecodeBatch, DecodeLoad, IterationPlan, IterationTiming
 from confsim.policies.base import Dispatch
-from confsim.record import DecodeRun
-from confsim.request import Request
+from confsim.run.model_backend import Noise
+from confsim.run.plan import DecodeBatch, DecodeLoad, IterationPlan, IterationTiming
+from confsim.run.record import DecodeRun
+from confsim.run.request import Request
 
 # A path is slowed in full once the other one takes at least this share of it; below that its slowdown fades, so
 # that the stage is continuous where a path becomes empty.

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from confsim.kv import BlockPool, InPlaceKv
-from confsim.request import Request
+from confsim.kv.pools import BlockPool, InPlaceKv
 from confsim.routers.base import new_router
+from confsim.run.request import Request
 from confsim.schemes.base import Instance, KvReport, Setup, group_kv
 from confsim.schemes.chunked_prefill import TUNED_CHUNKS, static_chunk
 from confsim.schemes.cobatch import CoBatchInstance

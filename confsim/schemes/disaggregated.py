@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from confsim.errors import InputError
-from confsim.kv import BlockPool
-from confsim.request import Request
+from confsim.kv.pools import BlockPool
+from confsim.run.request import Request
 from confsim.schemes.base import Instance, KvReport, Setup, group_kv
 from confsim.schemes.cost import CoBatchCost, in_turn
 from confsim.schemes.disagg.decode import DecodeLimits, DecodeWorker

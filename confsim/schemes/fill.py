@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from confsim.errors import InputError
-from confsim.plan import DecodeLoad, PrefillChunk
+from confsim.outcome.slo import TOLERANCE
 from confsim.policies.base import Dispatch
-from confsim.request import Request
+from confsim.run.plan import DecodeLoad, PrefillChunk
+from confsim.run.request import Request
 from confsim.schemes.cost import CoBatchCost, Planned
-from confsim.slo import TOLERANCE
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from confsim.errors import InputError
 from confsim.latency.base import LatencyModel
-from confsim.model_backend import ModelBackendConfig
+from confsim.run.model_backend import ModelBackendConfig
 from confsim.schemes.base import Setup
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from confsim.errors import InputError
-from confsim.memory import COMMUNICATOR_BYTES
+from confsim.kv.memory import COMMUNICATOR_BYTES
 from confsim.schemes.base import Instance, KvReport, Setup, group_kv
 from confsim.schemes.degrees import tp_candidates, tp_degree
 from confsim.schemes.elastic.dispatch import DispatchLimits

@@ -10,8 +10,8 @@ import numpy as np
 
 from confsim.latency.base import LatencyModel
 from confsim.latency.share import ALL_SMS, PartitionLatency, SmShares
-from confsim.request import Request
-from confsim.slo import TOLERANCE
+from confsim.outcome.slo import TOLERANCE
+from confsim.run.request import Request
 from confsim.specs import GpuSpec
 
 FULL = -1  # the whole GPU, in place of the index of a split

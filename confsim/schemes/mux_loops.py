@@ -15,15 +15,15 @@ from typing import Any
 
 import simpy
 
-from confsim.kv import BlockPool, InPlaceKv
-from confsim.plan import IterationTiming
-from confsim.record import DecodeRun
-from confsim.request import Request
+from confsim.kv.pools import BlockPool, InPlaceKv
+from confsim.outcome.slo import TOLERANCE
+from confsim.run.holders import Holders
+from confsim.run.plan import IterationTiming
+from confsim.run.record import DecodeRun
+from confsim.run.request import Request
 from confsim.schemes.base import Instance, Setup
 from confsim.schemes.cost import CoBatchCost, in_turn
-from confsim.schemes.holders import Holders
 from confsim.schemes.mux_cost import FULL, Contention, MuxCost, PrefillTime
-from confsim.slo import TOLERANCE
 
 IDLE = -2  # decode does not run, in place of a split
 ROUNDING = 1e-9  # of a layer

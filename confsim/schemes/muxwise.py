@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from confsim.errors import InputError
-from confsim.kv import InPlaceKv
-from confsim.memory import COMMUNICATOR_BYTES, GRAPH_BYTES, MIB
-from confsim.model_backend import ModelBackendConfig
+from confsim.kv.memory import COMMUNICATOR_BYTES, GRAPH_BYTES, MIB
+from confsim.kv.pools import InPlaceKv
+from confsim.run.model_backend import ModelBackendConfig
 from confsim.schemes.base import Instance, KvReport, Setup, group_kv
 from confsim.schemes.mux_cost import OTHER_SLOWDOWN, WORST_SLOWDOWN, Contention, MuxCost, MuxOptions, decode_sms
 from confsim.schemes.mux_loops import MuxInstance, MuxLimits

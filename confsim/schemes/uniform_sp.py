@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from confsim.kv import InPlaceKv
+from confsim.kv.pools import InPlaceKv
 from confsim.schemes.base import Instance, KvReport, Setup, group_kv
 from confsim.schemes.cobatch import CoBatchInstance
 from confsim.schemes.cost import CoBatchCost, in_turn

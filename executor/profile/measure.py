@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from confsim.request import Request
+from confsim.run.request import Request
 from executor.parts import parts_of, slowest
 from executor.probe import Probe, Ranks, even
 from executor.profile.plan import WARM_DECODES, WARM_TOKENS, Cell, Grid, Plan

@@ -11,9 +11,9 @@ from typing import Any
 
 import pyarrow as pa
 
+from analysis.calibrate.executor import COMMON, FORMAT, read_head
 from confsim.errors import InputError
-from confsim.latency.fit.executor import COMMON, FORMAT, read_head
-from confsim.result import write_json, write_table
+from confsim.outcome.result import write_json, write_table
 from confsim.specs import GpuSpec
 from executor.config import ExecutorConfig
 from executor.profile.plan import Grid

@@ -16,7 +16,7 @@ STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 
 @dataclass(frozen=True)
 class FakeResult:
-    """As `confsim.result.Result`: `write` makes the same files."""
+    """As `confsim.outcome.result.Result`: `write` makes the same files."""
 
     summary: dict[str, Any]
     requests: pa.Table

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from analysis.compare import compare
-from analysis.pool import Pool, WorkerError
-from analysis.runner import FullRun, Job, Runner, sample_by_length, scaled
+from analysis.search.compare import compare
+from analysis.search.pool import Pool, WorkerError
+from analysis.search.runner import FullRun, Job, Runner, sample_by_length, scaled
 from confsim.api import load_trace
-from confsim.configuration import compose
 from confsim.errors import InputError
+from confsim.setup.configuration import compose
 
 SMALL = [
     "trace=fixed",

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis.goodput import Curve, Probe, Search, SearchSettings, Task, curve_warnings, next_rates, search
+from analysis.search.goodput import Curve, Probe, Search, SearchSettings, Task, curve_warnings, next_rates, search
 from confsim.errors import InputError
 
 TARGET = 0.95

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from analysis.knee import attainment_band
+from analysis.search.knee import attainment_band
 from confsim import api
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from factory import FakeResult, make_iterations, make_result
 
-from analysis.report import write_report
-from analysis.report.compare_runs import common_and_different, mismatches
-from analysis.report.load import BINS, load_results, read_series
+from analysis.pages.report import write_report
+from analysis.pages.report.compare_runs import common_and_different, mismatches
+from analysis.pages.report.load import BINS, load_results, read_series
 from confsim.errors import InputError
 
 LIMIT_BYTES = 8_000_000

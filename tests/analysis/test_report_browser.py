@@ -21,7 +21,7 @@ import pytest
 from factory import make_result
 from test_report import goodput_content, write_goodput
 
-from analysis.report import write_report
+from analysis.pages.report import write_report
 
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None

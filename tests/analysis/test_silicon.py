@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from confsim.configuration import compose
 from confsim.errors import InputError
 from confsim.schemes.chunked_prefill import ChunkedPrefill
+from confsim.setup.configuration import compose
 from confsim.specs import KvConfig
 
 if find_spec("aiconfigurator_core") is None or find_spec("scipy") is None:

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from factory import make_iterations, make_result
 
-from analysis.timeline import write_timeline
+from analysis.pages.timeline import write_timeline
 from confsim.errors import InputError
 
 

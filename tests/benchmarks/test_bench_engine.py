@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 import confsim
-from confsim.engine import Simulation
-from confsim.result import Result
+from confsim.outcome.result import Result
+from confsim.run.engine import Simulation
 
 ITERATIONS_PER_S = 40_000
 PASS_P99_US = 100.0

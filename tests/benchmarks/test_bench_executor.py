@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from confsim.plan import DecodeBatch, IterationPlan, PrefillChunk
-from confsim.request import Request
+from confsim.run.plan import DecodeBatch, IterationPlan, PrefillChunk
+from confsim.run.request import Request
 from confsim.specs import KvConfig
 from executor.config import Device, Layout, ModelConfig, Rope
 from executor.runtime import ExecutedIteration, Runtime

@@ -7,9 +7,9 @@ from importlib import resources
 import pytest
 from omegaconf import OmegaConf
 
-from analysis.cases import scheme_cases
-from confsim.configuration import compose, groups, options, rewrite
+from analysis.search.cases import scheme_cases
 from confsim.errors import InputError
+from confsim.setup.configuration import compose, groups, options, rewrite
 
 
 def test_defaults_are_the_main_job():

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from executor_harness import THREADS, generate, prompts, tiny
 
-from confsim.configuration import compose
 from confsim.errors import InputError
+from confsim.setup.configuration import compose
 from confsim.specs import KvConfig
 from executor import check
 from executor import generate as generating
@@ -88,7 +88,7 @@ def test_run_of_nothing_but_rejected_prompts_fails(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_are_one_line(tmp_path: Path, override: str, message: str) -> None:
-    from confsim.configuration import input_error
+    from confsim.setup.configuration import input_error
 
     words = [f"output.dir={tmp_path}", *QUICK, *([] if override.startswith("prompts") else ["prompts=[[1]]"]), override]
     with pytest.raises(Exception, match=r".") as error:

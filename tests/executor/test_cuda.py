@@ -177,9 +177,9 @@ def test_no_gpu_is_said_before_ranks_start() -> None:
 
 def test_empty_chunks_never_reach_a_kernel() -> None:
     """E10: zero-length sequences are dropped with the plan; an iteration with nothing left is still one."""
-    from confsim.plan import DecodeBatch as Decodes
-    from confsim.plan import IterationPlan, PrefillChunk
-    from confsim.request import Request
+    from confsim.run.plan import DecodeBatch as Decodes
+    from confsim.run.plan import IterationPlan, PrefillChunk
+    from confsim.run.request import Request
 
     with Runtime(tiny(), Layout("xp", 2, 1), THREADS, KvConfig(capacity_tokens=256)) as runtime:
         batches = (Decodes(0), Decodes(1))

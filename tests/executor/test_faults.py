@@ -19,8 +19,8 @@ import pytest
 from executor_harness import PROCESSES, THREADS, generate, prompts, tiny
 
 from confsim.errors import InputError
-from confsim.plan import DecodeBatch, IterationPlan, PrefillChunk
-from confsim.request import Request
+from confsim.run.plan import DecodeBatch, IterationPlan, PrefillChunk
+from confsim.run.request import Request
 from confsim.specs import KvConfig
 from executor.config import Layout
 from executor.errors import RankError

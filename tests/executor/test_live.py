@@ -11,7 +11,7 @@ import pytest
 from executor_harness import THREADS, alone, generate, tiny
 
 from confsim import api
-from confsim.plan import IterationTiming
+from confsim.run.plan import IterationTiming
 from confsim.schemes.base import Instance, Setup
 from confsim.specs import KvConfig
 from executor.backend import derive_tokens
@@ -106,8 +106,8 @@ def test_schemes_run_on_real_ranks(name: str, expected: dict[int, list[int]], mo
 
 
 def test_layouts_match_the_simulators_groups() -> None:
-    from confsim.plan import DecodeBatch, IterationPlan, PrefillChunk
-    from confsim.request import Request
+    from confsim.run.plan import DecodeBatch, IterationPlan, PrefillChunk
+    from confsim.run.request import Request
     from executor.backend import spread_plan
 
     request, other = Request(3, 0.0, 7), Request(4, 0.0, 7)

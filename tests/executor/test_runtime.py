@@ -9,8 +9,8 @@ import pytest
 from executor_harness import THREADS, alone, generate, prompts, tiny
 
 from confsim.errors import InputError
-from confsim.plan import DecodeBatch, IterationPlan, IterationTiming, PrefillChunk
-from confsim.request import Request
+from confsim.run.plan import DecodeBatch, IterationPlan, IterationTiming, PrefillChunk
+from confsim.run.request import Request
 from confsim.specs import KvConfig
 from executor.clock import STAGES
 from executor.config import Device, Layout

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from executor_harness import THREADS, Run, generate, prompts, random_split, tiny
 
-from confsim.latency.fit.stages import missing_kv_bytes
+from analysis.calibrate.stages import missing_kv_bytes
 from confsim.parallel import all_reduce_bytes, output_exchange_bytes, qkv_exchange_bytes
 from confsim.specs import KvConfig
 from executor.config import Layout, ModelConfig

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from analysis.advise import advise
 from analysis.commands import advise as words
+from analysis.search.advise import advise
 from confsim.api import compose
 from confsim.cli import main
 from confsim.errors import InputError

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from analysis.charts import bars, lines, nice_step, svg
 from analysis.commands import experiments as command
 from analysis.experiments import ablation, attention_stage, base, dispatch, prefill_rate, premise, ranking, speedup
 from analysis.experiments import run as runs
@@ -19,11 +18,12 @@ from analysis.experiments.base import Cell, Section, Settings
 from analysis.experiments.document import write_document, write_explorer
 from analysis.experiments.run import Runner
 from analysis.experiments.work import Lane, compute, reshaped, slice_of
-from analysis.premise import Lengths, decode_slack, decodes_running, gpus_needed
+from analysis.pages.charts import bars, lines, nice_step, svg
+from analysis.search.premise import Lengths, decode_slack, decodes_running, gpus_needed
 from confsim.api import compose, load_trace
-from confsim.cache import Store
-from confsim.configuration import options
 from confsim.errors import InputError
+from confsim.setup.cache import Store
+from confsim.setup.configuration import options
 
 SMALL = Settings(
     requests=25, tolerance=0.5, zero_load_requests=2, models=("qwen3_14b",), workloads=("toolagent",), trace_folder=None

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from confsim.api import build, compose
-from confsim.configuration import options
 from confsim.errors import InputError
-from confsim.scenario import Scenario, ScenarioResult, ScenarioRun, run
+from confsim.run.scenario import Scenario, ScenarioResult, ScenarioRun, run
+from confsim.setup.configuration import options
 
 ONE = ("latency=affine", "decode_context=1000", "decode_tokens=1", "prefill_tokens=400", "tbt_s=10")
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from hydra.utils import instantiate
 
-from confsim.configuration import compose, options
 from confsim.errors import InputError
 from confsim.latency.affine import AffineLatencyConfig
 from confsim.latency.config import FittedLatency
+from confsim.setup.configuration import compose, options
 from confsim.specs import GpuSpec, ModelSpec
 
 

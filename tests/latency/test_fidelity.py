@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis import fidelity
+from analysis.validate import fidelity
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,7 +20,9 @@ def bench() -> fidelity.Bench:
 def test_the_page_is_what_the_command_writes(tmp_path: Path) -> None:
     fidelity.main(["--output", str(tmp_path / "page.md")])
     written = (tmp_path / "page.md").read_text(encoding="utf-8")
-    assert written == (ROOT / "docs" / "fidelity.md").read_text(encoding="utf-8"), "run python -m analysis.fidelity"
+    assert written == (ROOT / "docs" / "fidelity.md").read_text(encoding="utf-8"), (
+        "run python -m analysis.validate.fidelity"
+    )
 
 
 def test_chunks_fill_the_target(bench: fidelity.Bench) -> None:

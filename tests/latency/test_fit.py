@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from confsim.errors import InputError
-from confsim.latency.fit import measurements as m
-from confsim.latency.fit.attention import PrefillLaw
-from confsim.latency.fit.fit import fit, layouts
-from confsim.latency.fit.gemm import GemmSurface, Roof, noise_floor
-from confsim.latency.fit.smooth import error_summary, isotonic, monotone
-from confsim.latency.fit.stages import (
+from analysis.calibrate import measurements as m
+from analysis.calibrate.attention import PrefillLaw
+from analysis.calibrate.fit import fit, layouts
+from analysis.calibrate.gemm import GemmSurface, Roof, noise_floor
+from analysis.calibrate.smooth import error_summary, isotonic, monotone
+from analysis.calibrate.stages import (
     TOKENS,
     Collective,
     elementwise_bytes,
@@ -23,6 +22,7 @@ from confsim.latency.fit.stages import (
     missing_kv_bytes,
     transfer_curve,
 )
+from confsim.errors import InputError
 from confsim.specs import GpuSpec, ModelSpec
 
 SIZES = 2 ** np.arange(9, 30)

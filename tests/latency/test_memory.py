@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from confsim.errors import InputError
-from confsim.memory import GIB, activation_bytes, kv_capacity
+from confsim.kv.memory import GIB, activation_bytes, kv_capacity
 from confsim.specs import GpuSpec, ModelSpec
 
 

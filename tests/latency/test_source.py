@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from confsim.configuration import compose
+from analysis.calibrate import command
+from analysis.calibrate.measurements import Measurements
+from analysis.calibrate.stages import gemm_shapes
 from confsim.errors import InputError
 from confsim.latency.config import packaged_path
-from confsim.latency.fit import command
-from confsim.latency.fit.measurements import Measurements
-from confsim.latency.fit.stages import gemm_shapes
 from confsim.latency.profile import Profile, profile_to_text
+from confsim.setup.configuration import compose
 from confsim.specs import GpuSpec, ModelSpec
 
 pytestmark = pytest.mark.skipif(find_spec("aiconfigurator_core") is None, reason="needs aiconfigurator-core")

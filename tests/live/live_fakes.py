@@ -11,9 +11,9 @@ import numpy as np
 import pyarrow as pa
 
 from confsim import api
-from confsim.engine import Simulation
 from confsim.latency.affine import AffineLatency
-from confsim.plan import IterationPlan
+from confsim.run.engine import Simulation
+from confsim.run.plan import IterationPlan
 from confsim.schemes.cost import overlapped
 from confsim.specs import GpuSpec, KvConfig
 from executor.config import Device, ExecutorConfig, Layout, ModelConfig

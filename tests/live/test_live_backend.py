@@ -15,9 +15,9 @@ from hydra.utils import instantiate
 from live_fakes import MODEL, FakeLive, executor, mixed_trace, rows, simulation
 
 from confsim import api
-from confsim.engine import Run
 from confsim.errors import InputError
-from confsim.model_backend import ModelBackendConfig
+from confsim.run.engine import Run
+from confsim.run.model_backend import ModelBackendConfig
 
 
 def fake(**keys: Any) -> FakeLive:

@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 from live_fakes import CPU, LAW, MODEL, FakeRanks, OverlappingRanks, executor, fake_ranks, law_of
 
+from analysis.calibrate import executor as source
+from analysis.calibrate.command import fit_folder, table
 from confsim.errors import InputError
-from confsim.latency.fit import executor as source
-from confsim.latency.fit.command import fit_folder, table
 from confsim.latency.profile import Profile
 from executor.config import ExecutorConfig, Layout
 from executor.probe import Probe, even, warm_up

@@ -11,14 +11,14 @@ import pyarrow as pa
 import pytest
 from live_fakes import CPU, LAW, FakeLive, executor, fake_ranks, mixed_trace, rows, simulation
 
+from analysis.calibrate.command import fit_folder
 from analysis.validate import executor as validation
 from analysis.validate.command import command
 from analysis.validate.plans import PlanLog, RecordedTimes
 from confsim import api
 from confsim.errors import InputError
 from confsim.latency.config import FittedLatency
-from confsim.latency.fit.command import fit_folder
-from confsim.model_backend import ModelBackendConfig
+from confsim.run.model_backend import ModelBackendConfig
 from executor.profile.command import profile
 from executor.profile.plan import Grid
 

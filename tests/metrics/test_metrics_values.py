@@ -13,10 +13,10 @@ from random_cases import random_case
 from reference import Reference
 from simulator_harness import ORDERS, SCHEMES, Case, closed_load, column, latency
 
-from confsim.engine import Window
 from confsim.errors import InputError
-from confsim.metrics import quantile, statistics
-from confsim.slo import Slo
+from confsim.outcome.metrics import quantile, statistics
+from confsim.outcome.slo import Slo
+from confsim.run.engine import Window
 
 LAW = latency(linear_base_s=0.01)
 

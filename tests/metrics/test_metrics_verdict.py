@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from random_cases import random_case
 from simulator_harness import ORDERS, SCHEMES, Case, latency, make_trace
 
-from confsim.engine import Simulation, Window
 from confsim.latency.affine import AffineLatencyConfig
-from confsim.slo import Slo
+from confsim.outcome.slo import Slo
+from confsim.run.engine import Simulation, Window
 from traces.arrivals import Poisson
 
 SETTINGS = settings(max_examples=40, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))

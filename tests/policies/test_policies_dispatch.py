@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from simulator_harness import Case, latency
 
 from confsim.latency.affine import AffineLatency
-from confsim.plan import DecodeLoad
 from confsim.policies.dispatch.even import Dispatch as Even
 from confsim.policies.dispatch.waterfill import Dispatch as Waterfill
-from confsim.request import Request
+from confsim.run.plan import DecodeLoad
+from confsim.run.request import Request
 from confsim.schemes.cost import CoBatchCost, overlapped
 from confsim.schemes.fill import Fill, Limits
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import pytest
 from simulator_harness import ORDERS, SCHEMES, Case, Planned, RecordingBackendConfig, latency
 
+from confsim.outcome.slo import Slo
 from confsim.policies import Policy
 from confsim.policies.base import Order
 from confsim.policies.order.deadline import Order as Deadline
 from confsim.policies.order.fcfs import Order as Fcfs
 from confsim.policies.order.srpf import Order as Srpf
-from confsim.request import Request
-from confsim.slo import Slo
+from confsim.run.request import Request
 
 
 def drain(order: Order, predict: Callable[[Request], float] = lambda request: 0.0, now_s: float = 0.0) -> list[int]:

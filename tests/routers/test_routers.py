@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from confsim import api
-from confsim.configuration import compose
 from confsim.errors import InputError
-from confsim.request import Request
 from confsim.routers._state import Backlog, PrefixMemory
 from confsim.routers.base import Router, new_router
+from confsim.run.request import Request
+from confsim.setup.configuration import compose
 
 NAMES = ["least_requests", "least_tokens", "prefix_aware", "round_robin", "slo_aware"]
 

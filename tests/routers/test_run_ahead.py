@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from confsim import api
-from confsim.cache import leaves
-from confsim.configuration import compose
-from confsim.result import Result
+from confsim.outcome.result import Result
 from confsim.schemes.cobatch import CoBatchInstance
+from confsim.setup.cache import leaves
+from confsim.setup.configuration import compose
 
 LOAD = ["trace=conversation", "trace.requests=150", "arrivals=poisson", "cluster.instances=3", "rate=9"]
 CASES: dict[str, list[str]] = {

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from confsim.api import Simulation, build, compose
-from confsim.result import Result
+from confsim.outcome.result import Result
 from traces.load import Load
 from traces.trace import SCHEMA, Trace
 

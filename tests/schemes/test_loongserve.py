@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from scheme_cases import LAW, column, loop_rows, replay, simulation
 
 from confsim.api import build, compose
-from confsim.engine import Run
 from confsim.errors import InputError
 from confsim.latency.affine import AffineLatency
+from confsim.run.engine import Run
 from confsim.schemes.elastic.batching import Share, partition
 from confsim.schemes.elastic.dispatch import Footprint, MemoryGate
 from confsim.schemes.elastic.ring import PrefillLaw, RingCost, fit_law

@@ -11,9 +11,9 @@ import pytest
 from scheme_cases import column, simulation
 
 from confsim.api import Simulation, build, compose
-from confsim.configuration import options
-from confsim.engine import Run
-from confsim.result import Result
+from confsim.outcome.result import Result
+from confsim.run.engine import Run
+from confsim.setup.configuration import options
 from traces.load import Load
 from traces.trace import SCHEMA, Trace
 

@@ -7,7 +7,7 @@ from random import Random
 from simulator_harness import Case, Rows
 
 from confsim.latency.affine import AffineLatencyConfig
-from confsim.slo import Slo
+from confsim.outcome.slo import Slo
 
 
 def random_case(seed: int, scheme: str, order: str, prefix_cache: bool) -> Case:

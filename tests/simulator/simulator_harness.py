@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from confsim.engine import Simulation, Window
 from confsim.latency.affine import AffineLatencyConfig
-from confsim.model_backend import Cost, ModelBackend, ModelBackendConfig, Noise
-from confsim.plan import IterationPlan, IterationTiming
+from confsim.outcome.result import Result
+from confsim.outcome.slo import Slo
 from confsim.policies import Policy
-from confsim.result import Result
+from confsim.run.engine import Simulation, Window
+from confsim.run.model_backend import Cost, ModelBackend, ModelBackendConfig, Noise
+from confsim.run.plan import IterationPlan, IterationTiming
 from confsim.schemes.chunked_prefill import ChunkedPrefill
 from confsim.schemes.conflux import Conflux
-from confsim.slo import Slo
 from confsim.specs import ClusterSpec, GpuSpec, KvConfig, ModelSpec
 from traces.arrivals import Recorded
 from traces.load import Load

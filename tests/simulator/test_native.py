@@ -13,20 +13,21 @@ from typing import Any
 import pytest
 from simulator_harness import Case, latency
 
-from confsim import compiling, native
 from confsim.errors import InputError
-from confsim.kv import InPlaceKv
+from confsim.kv.pools import InPlaceKv
+from confsim.outcome.slo import Slo
 from confsim.policies.dispatch.waterfill import Dispatch as Waterfill
 from confsim.schemes.base import Instance, KvReport, Setup, group_kv
 from confsim.schemes.cobatch import CoBatchInstance
 from confsim.schemes.cost import CoBatchCost, in_turn
 from confsim.schemes.fill import Limits
-from confsim.slo import Slo
+from confsim.setup import compiling, native
 
 REPLAY = """
 import sys
 from pathlib import Path
-from confsim import api, native
+from confsim import api
+from confsim.setup import native
 assert native.active() == (sys.argv[1] == "1")
 for scheme in ("conflux", "chunked_prefill", "muxwise", "disaggregated", "loongserve", "uniform_sp", "data_parallel"):
     for policy in ("fcfs", "srpf", "deadline_waterfill"):

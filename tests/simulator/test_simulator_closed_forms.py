@@ -7,7 +7,7 @@ import pytest
 from simulator_harness import SCHEMES, Case, RecordingBackendConfig, column, latency, make_trace, open_load
 
 from confsim.latency.affine import AffineLatencyConfig
-from confsim.slo import Slo
+from confsim.outcome.slo import Slo
 from traces.arrivals import Poisson
 
 LAW = AffineLatencyConfig()  # every term of the law is there

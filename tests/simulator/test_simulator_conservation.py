@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from random_cases import random_case
 from simulator_harness import ORDERS, SCHEMES, Case, RecordingBackendConfig, closed_load, column, latency, open_load
 
-from confsim.engine import Run
-from confsim.kv import BlockPool
-from confsim.result import Result
-from confsim.slo import Slo
+from confsim.kv.pools import BlockPool
+from confsim.outcome.result import Result
+from confsim.outcome.slo import Slo
+from confsim.run.engine import Run
 from traces.load import Load
 
 EXAMPLES = int(os.environ.get("CONFSIM_EXAMPLES", "0"))

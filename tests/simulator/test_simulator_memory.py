@@ -7,7 +7,7 @@ import gc
 import pytest
 from simulator_harness import SCHEMES, Case
 
-from confsim.slo import Slo
+from confsim.outcome.slo import Slo
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

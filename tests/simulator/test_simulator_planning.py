@@ -10,9 +10,9 @@ import pytest
 from simulator_harness import SCHEMES, RecordingBackendConfig
 
 import confsim
-from confsim.model_backend import Cost, ModelBackend, Noise
-from confsim.plan import IterationPlan, IterationTiming
 from confsim.policies.dispatch.waterfill import Dispatch as Waterfill
+from confsim.run.model_backend import Cost, ModelBackend, Noise
+from confsim.run.plan import IterationPlan, IterationTiming
 
 
 @dataclass

@@ -12,7 +12,7 @@ from random_cases import random_case
 from reference import Reference
 from simulator_harness import ORDERS, SCHEMES, Case, Planned, RecordingBackendConfig, column
 
-from confsim.result import Result
+from confsim.outcome.result import Result
 
 # Set CONFSIM_EXAMPLES for a longer search with fresh seeds.
 EXAMPLES = int(os.environ.get("CONFSIM_EXAMPLES", "0"))

@@ -6,8 +6,8 @@ import pytest
 
 import confsim
 from confsim.errors import InputError
+from confsim.setup.values import checked
 from confsim.specs import KvConfig
-from confsim.values import checked
 
 
 def test_switches_may_be_words() -> None:

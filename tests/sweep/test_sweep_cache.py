@@ -14,16 +14,16 @@ import pytest
 from sweep_harness import CHEAP
 
 from confsim import api
-from confsim.cache import LatencyTables, Store, cached_json, cached_trace, code_digest, named_files
-from confsim.configuration import compose
 from confsim.errors import InputError
+from confsim.setup.cache import LatencyTables, Store, cached_json, cached_trace, code_digest, named_files
+from confsim.setup.configuration import compose
 from traces.synthesis import SyntheticTrace
 
 # 100 processes, forked after one import, ask for the same entries at once.
 CROWD = """
 import os, sys, time
 from pathlib import Path
-from confsim.cache import Store, cached_json
+from confsim.setup.cache import Store, cached_json
 
 root, made = Path(sys.argv[1]), Path(sys.argv[2])
 start = time.time() + 0.5

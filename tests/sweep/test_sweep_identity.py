@@ -14,8 +14,8 @@ from analysis.sweep import identity
 from analysis.sweep.api import render
 from analysis.sweep.expand import expand
 from analysis.sweep.identity import Identifier, relevant
-from confsim.configuration import compose, rewrite
 from confsim.errors import InputError
+from confsim.setup.configuration import compose, rewrite
 
 
 def resolved(*overrides: str, command: str = "simulate") -> dict[str, Any]:
@@ -84,7 +84,7 @@ def test_identity_covers_foreign_targets(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.syspath_prepend(str(tmp_path))
     config = resolved(*CHEAP)
     config["latency"]["_target_"] = "my_latency_module.AffineLatencyConfig"
-    from confsim.cache import code_digest
+    from confsim.setup.cache import code_digest
 
     first = Identifier()("simulate", config).id
     module.write_text(module.read_text() + "x = 1\n")

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from sweep_harness import TROUBLE
 
+from analysis.pages.sweep import Choice, figures, write_sweep_report
+from analysis.pages.sweep.images import write_images
+from analysis.pages.sweep.view import goodput_rows, load_view
 from analysis.sweep.driver import Sweep
 from analysis.sweep.expand import expand
-from analysis.sweep.report import Choice, figures, write_sweep_report
-from analysis.sweep.report.images import write_images
-from analysis.sweep.report.view import goodput_rows, load_view
 from confsim.cli import main
 from confsim.errors import InputError
 
@@ -103,7 +103,7 @@ def test_goodput_of_simulations_is_below_the_first_rate_that_misses(simulations:
 
 
 def test_m14_a_later_pass_does_not_count() -> None:
-    from analysis.sweep.report.view import View
+    from analysis.pages.sweep.view import View
 
     attainment = {1: 0.99, 2: 0.94, 3: 0.96, 4: 0.96, 5: 0.90}
     rows = [{"rate": r, "attained": a >= 0.95, "attainment": a, "gpus": 2} for r, a in attainment.items()]
@@ -210,7 +210,7 @@ def test_the_command_line(simulations: Path, capfd: pytest.CaptureFixture[str]) 
 
 
 def test_r2_images_are_optional(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from analysis.sweep.report import images
+    from analysis.pages.sweep import images
 
     figure = [("one", {"data": [], "layout": {"height": 300}})]
     with pytest.raises(InputError, match="images=gif: use png or svg"):

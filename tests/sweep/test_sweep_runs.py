@@ -182,7 +182,7 @@ def test_a_full_disk_stops_the_sweep_and_keeps_what_is_there(capfd: pytest.Captu
 def test_writing_to_a_full_disk_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     import errno
 
-    from confsim import result
+    from confsim.outcome import result
 
     real, written = pq.write_table, []
 
@@ -286,11 +286,11 @@ def test_t17_contradictions_are_mistakes_and_labels_say_what_ran(capfd: pytest.C
 
 
 def test_s16_a_report_flags_results_of_different_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from analysis.sweep.report import write_sweep_report
+    from analysis.pages.sweep import write_sweep_report
 
     for commit, rate in (("a" * 40, 1), ("b" * 40, 2)):
         state = {"git_commit": commit, "git_dirty": False}
-        monkeypatch.setattr("confsim.provenance.source_state", lambda root=None, state=state: state)
+        monkeypatch.setattr("confsim.setup.provenance.source_state", lambda root=None, state=state: state)
         run(f"s{rate}", *CHEAP, f"rate={rate}")
     page, _ = write_sweep_report([Path("s1"), Path("s2")], tmp_path / "report.html")
     assert "results come from different commits (aaaaaaaaaaaa" in page.read_text()

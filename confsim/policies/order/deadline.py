@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from heapq import heappop
 
+from confsim.outcome.slo import TOLERANCE
 from confsim.policies.base import PredictPrefill
 from confsim.policies.heap import Lanes, pop, preempted
-from confsim.request import Request
-from confsim.slo import TOLERANCE
+from confsim.run.request import Request
 
 
 class Order:

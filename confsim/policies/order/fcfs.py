@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from confsim.policies.base import PredictPrefill
 from confsim.policies.heap import Lanes, pop
-from confsim.request import Request
+from confsim.run.request import Request
 
 
 class Order:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from confsim.policies.order.fcfs import Order as Fcfs
-from confsim.request import Request
+from confsim.run.request import Request
 
 
 class Order(Fcfs):

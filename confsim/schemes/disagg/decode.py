@@ -9,9 +9,9 @@ from typing import Any
 
 import simpy
 
-from confsim.kv import BlockPool
-from confsim.record import DecodeRun
-from confsim.request import Request
+from confsim.kv.pools import BlockPool
+from confsim.run.record import DecodeRun
+from confsim.run.request import Request
 from confsim.schemes.base import Setup
 from confsim.schemes.cost import CoBatchCost
 from confsim.schemes.disagg.prefill import PrefillWorker

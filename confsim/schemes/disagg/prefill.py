@@ -8,10 +8,10 @@ from typing import Any
 
 import simpy
 
-from confsim.kv import BlockPool, PromptCopies
+from confsim.kv.pools import BlockPool, PromptCopies
 from confsim.latency.base import LatencyModel
-from confsim.plan import IterationTiming
-from confsim.request import Request
+from confsim.run.plan import IterationTiming
+from confsim.run.request import Request
 from confsim.schemes.base import Setup
 
 

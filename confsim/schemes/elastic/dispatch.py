@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from confsim.request import Request
+from confsim.run.request import Request
 from confsim.schemes.elastic.ring import PrefillLaw
 
 FIRST_AVERAGE = 512  # output tokens of a request before any has finished

@@ -9,9 +9,9 @@ from typing import Any
 
 import simpy
 
-from confsim.kv import BlockPool
-from confsim.plan import IterationTiming
-from confsim.request import Request
+from confsim.kv.pools import BlockPool
+from confsim.run.plan import IterationTiming
+from confsim.run.request import Request
 from confsim.schemes.base import Instance, Setup
 from confsim.schemes.elastic.batching import partition
 from confsim.schemes.elastic.dispatch import Cluster, Dispatcher, DispatchLimits, Sums, sums_of

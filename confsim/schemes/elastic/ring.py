@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from confsim.latency.base import LatencyModel
-from confsim.plan import IterationTiming
+from confsim.run.plan import IterationTiming
 from confsim.schemes.base import Setup
 from confsim.schemes.link import KvLink
 

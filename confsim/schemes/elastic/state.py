@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from confsim.kv import BlockPool
-from confsim.ledger import Ledger
-from confsim.model_backend import Noise
-from confsim.record import Track
-from confsim.request import Request
+from confsim.kv.pools import BlockPool
+from confsim.run.ledger import Ledger
+from confsim.run.model_backend import Noise
+from confsim.run.record import Track
+from confsim.run.request import Request
 
 
 class Held:

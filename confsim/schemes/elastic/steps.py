@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from confsim.record import DecodeRun
+from confsim.run.record import DecodeRun
 from confsim.schemes.elastic.ring import RingCost
 from confsim.schemes.elastic.state import Batch, Slots, Strand
 

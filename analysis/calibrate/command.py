@@ -1,0 +1,97 @@
+"""`confsim fit`: fit a latency profile from a source of measurements and write it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from analysis.calibrate.measurements import Measurements
+from confsim.errors import InputError
+from confsim.latency.profile import Profile
+from confsim.specs import GpuSpec, ModelSpec
+
+# Modules whose `load(model, gpu)` returns Measurements.
+SOURCES = {"aiconfigurator": "analysis.calibrate.aiconfigurator"}
+# Modules that read a folder of the user's: `specs(folder)` says what was measured, `load(model, gpu, folder)` returns
+# Measurements, and `finish(profile, data, model, gpu, folder)` adds the errors of what the fit held out.
+FOLDERS = {"executor": "analysis.calibrate.executor"}
+
+
+def measurements(source: str, model: ModelSpec, gpu: GpuSpec) -> Measurements:
+    """The measurements of a source for a model on a GPU.
+
+    Raises:
+        InputError: for a source that does not exist, or lacks the model or the GPU.
+    """
+    if source not in SOURCES:
+        known = ", ".join([*SOURCES, *FOLDERS])
+        raise InputError(f"source={source}: no such source of measurements, use one of {known}")
+    load: Callable[[ModelSpec, GpuSpec], Measurements] = import_module(SOURCES[source]).load
+    return load(model, gpu)
+
+
+def fit_from(source: str, model: ModelSpec, gpu: GpuSpec) -> Profile:
+    """A profile of the model on the GPU.
+
+    Raises:
+        InputError: as `measurements`, or where scipy is missing.
+    """
+    return _fit(measurements(source, model, gpu), model, gpu)
+
+
+def fit_folder(source: str, folder: Path) -> tuple[Profile, ModelSpec, GpuSpec]:
+    """A profile of what was measured into a folder, and the model and GPU that it is for.
+
+    Raises:
+        InputError: where the folder does not hold it all, or scipy is missing.
+    """
+    module = import_module(FOLDERS[source])
+    model, gpu = module.specs(folder)
+    data: Measurements = module.load(model, gpu, folder)
+    return module.finish(_fit(data, model, gpu), data, model, gpu, folder), model, gpu
+
+
+def _fit(data: Measurements, model: ModelSpec, gpu: GpuSpec) -> Profile:
+    try:
+        from analysis.calibrate.fit import fit
+    except ImportError as error:
+        raise InputError(f"fitting needs {error.name}: pip install 'confsim[calibrate]'") from None
+    return fit(data, model, gpu)
+
+
+def table(profile: Profile) -> list[str]:
+    """Error by component, one line each: held out, then how far replicates are apart."""
+    lines = [f"{'component':<20}{'held out: mean':>16}{'median':>9}{'P95':>9}{'rows':>8}{'replicates':>13}"]
+    for name, kinds in profile.errors.items():
+        held = kinds["held_out"]
+        apart = kinds.get("replicates", {}).get("mean_pct")
+        cells = "".join(
+            f"{_percent(held[key]):>{width}}" for key, width in (("mean_pct", 16), ("median_pct", 9), ("p95_pct", 9))
+        )
+        lines.append(f"{name:<20}{cells}{held['rows']:>8}{_percent(apart):>13}")
+    return lines
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f}%"
+
+
+def command(cfg: Any) -> int:
+    """Fit as `conf/fit.yaml` says, write the profile and say where; the exit code."""
+    from hydra.utils import instantiate
+
+    if cfg.source in FOLDERS:
+        if cfg.profile is None:
+            raise InputError(f"source={cfg.source}: name the folder that `confsim profile` wrote, profile=FOLDER")
+        profile, model, gpu = fit_folder(cfg.source, Path(cfg.profile))
+    else:
+        model, gpu = instantiate(cfg.model), instantiate(cfg.gpu)
+        profile = fit_from(cfg.source, model, gpu)
+    path = Path(cfg.output) if cfg.output else Path("profiles") / gpu.name / f"{model.name}.json"
+    profile.save(path)
+    if not cfg.quiet:
+        print("\n".join([f"{model.name} on {gpu.name} from {cfg.source}", *table(profile)]))
+        print(f"{path}  (use it with latency.profile={path})")
+    return 0

@@ -1,0 +1,1 @@
+"""Goodput searches and the processes that they run on."""

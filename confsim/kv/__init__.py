@@ -1,0 +1,1 @@
+"""KV: pools, stores and what memory they have."""

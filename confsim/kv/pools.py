@@ -1,0 +1,304 @@
+"""KV memory: blocks of groups, prompts' copies, the prefix cache, and where a decode's blocks come from.
+
+A pool counts in *units*. One unit is a block of `block_tokens` tokens as far as one group holds it while the prompt
+is prefilled: the whole block where KV stays in place, one head shard of it where heads are spread over the groups.
+A decode's block on its own group takes `units_per_block`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Protocol
+
+from mypy_extensions import mypyc_attr
+
+from confsim.errors import InputError
+from confsim.run.request import Request
+from confsim.specs import KvConfig
+
+
+class BlockPool:
+    """Units of one group: `held` by requests, `cached` for reuse and evictable, the rest free."""
+
+    __slots__ = ("cached", "capacity", "held")
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.held = 0
+        self.cached = 0
+
+    @property
+    def free(self) -> int:
+        """Units that hold nothing."""
+        return self.capacity - self.held - self.cached
+
+    @property
+    def available(self) -> int:
+        """Units that a request can get, by eviction where needed."""
+        return self.capacity - self.held
+
+
+class PromptCopies:
+    """The prompts' KV on `pools` (the same units on each), with an optional LRU prefix cache of trace blocks.
+
+    `entry_units` is the size of one trace block, 0 without a cache. A request holds a number of leading trace blocks
+    shared with others, and private units for the rest.
+    """
+
+    def __init__(self, pools: tuple[BlockPool, ...], block_tokens: int, entry_tokens: int = 0) -> None:
+        if entry_tokens % block_tokens:
+            raise InputError(
+                f"kv.block_tokens={block_tokens} does not divide the trace's prefix blocks of {entry_tokens} tokens: "
+                "use a divisor, or kv.prefix_cache=false"
+            )
+        self.pools = pools
+        self.block_tokens = block_tokens
+        self.entry_tokens = entry_tokens
+        self.entry_units = entry_tokens // block_tokens
+        self.refs: dict[int, int] = {}  # trace block -> requests that hold it
+        self.idle: OrderedDict[int, None] = OrderedDict()  # cached and held by none, least recently used first
+        self.shared: dict[int, int] = {}  # request -> leading trace blocks it holds
+        self.private: dict[int, int] = {}  # request -> units of its own
+        self.hit_tokens = 0
+
+    def units(self, tokens: int) -> int:
+        """Units of `tokens` on each pool."""
+        return -(-tokens // self.block_tokens)
+
+    def take(self, pool: BlockPool, units: int) -> bool:
+        """Hold `units` more of a pool, evicting cached blocks if that suffices."""
+        short = units - pool.free
+        if short > 0:
+            if short > pool.cached:
+                return False
+            self._evict(short)
+        pool.held += units
+        return True
+
+    def take_all(self, units: int) -> bool:
+        """Hold `units` more on every pool, or on none."""
+        for pool in self.pools:
+            if units > pool.capacity - pool.held:
+                return False
+        for pool in self.pools:
+            if units > pool.capacity - pool.held - pool.cached:
+                self.take(pool, units)
+            else:
+                pool.held += units
+        return True
+
+    def start(self, request: Request, tokens: int) -> bool:
+        """Reserve room for the first `tokens` of a request and give it the prefix that is cached already."""
+        hits = self._match(request) if self.entry_units else 0
+        own = max(0, -(-tokens // self.block_tokens) - hits * self.entry_units)
+        self._hold(request, hits)
+        if not self.take_all(own):
+            self._unhold(request, hits)
+            return False
+        self.shared[request.id] = hits
+        self.private[request.id] = own
+        if not hits:
+            return True
+        request.prefilled = hits * self.entry_tokens
+        request.cached += request.prefilled
+        self.hit_tokens += request.prefilled
+        return True
+
+    def cancel(self, request: Request) -> None:
+        """Undo `start` before anything was computed."""
+        self.hit_tokens -= request.prefilled
+        request.cached -= request.prefilled
+        request.prefilled = 0
+        self.release(request)
+
+    def extend(self, request: Request, tokens: int) -> bool:
+        """Reserve room up to `tokens` of a request that has started."""
+        more = self.units(tokens) - self.held_by(request)
+        if more > 0:
+            if not self.take_all(more):
+                return False
+            self.private[request.id] += more
+        return True
+
+    def written(self, request: Request) -> None:
+        """Make full prompt blocks visible to others; a block that another wrote meanwhile is shared instead."""
+        if not self.entry_units:
+            return
+        done = min(request.prefilled, request.prompt_tokens) // self.entry_tokens
+        for index in range(self.shared[request.id], min(done, len(request.block_ids))):
+            block = request.block_ids[index]
+            self.private[request.id] -= self.entry_units
+            self.shared[request.id] = index + 1
+            if block in self.refs:
+                self._add(held=-self.entry_units)
+                self._hold_block(block)
+            else:
+                self.refs[block] = 1
+
+    def release(self, request: Request) -> None:
+        """Give up a request's copy; its shared blocks stay cached."""
+        units = self.private.pop(request.id)
+        for pool in self.pools:
+            pool.held -= units
+        self._unhold(request, self.shared.pop(request.id))
+
+    def held_by(self, request: Request) -> int:
+        """Units that a request has on each pool, shared ones included."""
+        return self.shared[request.id] * self.entry_units + self.private[request.id]
+
+    def held_units(self) -> int:
+        """Units that all copies hold on each pool, counted anew (for audits)."""
+        return sum(self.private.values()) + (len(self.refs) - len(self.idle)) * self.entry_units
+
+    def _match(self, request: Request) -> int:
+        limit = min(len(request.block_ids), (request.prompt_tokens - 1) // self.entry_tokens)
+        for index in range(limit):
+            if request.block_ids[index] not in self.refs:
+                return index
+        return limit
+
+    def _hold(self, request: Request, blocks: int) -> None:
+        for block in request.block_ids[:blocks]:
+            self._hold_block(block)
+
+    def _hold_block(self, block: int) -> None:
+        if self.refs[block] == 0:
+            del self.idle[block]
+            self._add(held=self.entry_units, cached=-self.entry_units)
+        self.refs[block] += 1
+
+    def _unhold(self, request: Request, blocks: int) -> None:
+        for block in reversed(request.block_ids[:blocks]):  # a chain's end is evicted before its start
+            self.refs[block] -= 1
+            if self.refs[block] == 0:
+                self.idle[block] = None
+                self._add(held=-self.entry_units, cached=self.entry_units)
+
+    def _evict(self, units: int) -> None:
+        while units > 0:
+            block, _ = self.idle.popitem(last=False)
+            del self.refs[block]
+            self._add(cached=-self.entry_units)
+            units -= self.entry_units
+
+    def _add(self, held: int = 0, cached: int = 0) -> None:
+        for pool in self.pools:
+            pool.held += held
+            pool.cached += cached
+
+
+class KvStore(Protocol):
+    """KV of one instance as its loop uses it; groups are decode groups, each with a pool."""
+
+    pools: tuple[BlockPool, ...]
+    block_tokens: int
+    units_per_block: int
+    copies: PromptCopies
+
+    def refusal(self, prompt_tokens: int, output_tokens: int) -> str:
+        """Why a request could never run here, or an empty string."""
+
+    def start(self, request: Request) -> bool:
+        """Reserve what a prompt needs before its first chunk."""
+
+    def place(self, request: Request, group: int) -> bool:
+        """Before the last chunk: reserve the decode blocks (target + 1 tokens) on `group`."""
+
+    def settle(self, request: Request) -> None:
+        """The prompt's KV is where it decodes: what is no longer needed elsewhere is given up."""
+
+    def grow(self, group: int, blocks: int) -> bool:
+        """Blocks for the next token of running decodes."""
+
+    def release(self, request: Request, group: int, tokens: int) -> None:
+        """A request ends or is preempted with room for `tokens` on `group` (-1: only its prompt copy)."""
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class InPlaceKv:
+    """One pool; a request's KV stays where its prefill put it (uniform TP, or heads spread for both phases)."""
+
+    units_per_block = 1
+
+    def __init__(self, capacity_tokens: int, config: KvConfig, entry_tokens: int = 0) -> None:
+        self.block_tokens = config.block_tokens
+        self.pools = (BlockPool(capacity_tokens // config.block_tokens),)
+        self.copies = PromptCopies(self.pools, config.block_tokens, entry_tokens if config.prefix_cache else 0)
+        self.whole_prompt = config.admission == "prompt"
+
+    def refusal(self, prompt_tokens: int, output_tokens: int) -> str:
+        """Why a request could never run here, or an empty string."""
+        need = self.copies.units(prompt_tokens + output_tokens - 1)
+        return "" if need <= self.pools[0].capacity else "kv_capacity"
+
+    def start(self, request: Request) -> bool:
+        """Reserve what a prompt needs before its first chunk."""
+        return self.copies.start(request, request.target_tokens if self.whole_prompt else 0)
+
+    def place(self, request: Request, group: int) -> bool:
+        """Before the last chunk: room for one more token."""
+        return self.copies.extend(request, request.target_tokens + 1)
+
+    def settle(self, request: Request) -> None:
+        """Nothing moves."""
+
+    def grow(self, group: int, blocks: int) -> bool:
+        """Blocks for the next token of running decodes."""
+        return self.copies.take(self.pools[0], blocks)
+
+    def release(self, request: Request, group: int, tokens: int) -> None:
+        """A request ends or is preempted with room for `tokens`."""
+        if group >= 0:
+            shared = self.copies.shared[request.id] * self.copies.entry_units
+            self.copies.private[request.id] = self.copies.units(tokens) - shared
+        self.copies.release(request)
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class MigratingKv:
+    """Prompts spread by head over all groups, moved once to the decode's group (Conflux).
+
+    A shard of a block is one unit on every group, a decode's block `units_per_block` on its own. Both copies count
+    until the transfer ends. A request is servable when its longest form, shards and decode copy together, fits on
+    one group: otherwise a preempted one could never come back.
+    """
+
+    def __init__(
+        self, groups: int, units_per_block: int, capacity_tokens: int, config: KvConfig, entry_tokens: int = 0
+    ) -> None:
+        self.block_tokens = config.block_tokens
+        self.units_per_block = units_per_block
+        capacity = capacity_tokens // config.block_tokens * units_per_block
+        self.pools = tuple(BlockPool(capacity) for _ in range(groups))
+        self.copies = PromptCopies(self.pools, config.block_tokens, entry_tokens if config.prefix_cache else 0)
+        self.whole_prompt = config.admission == "prompt"
+
+    def refusal(self, prompt_tokens: int, output_tokens: int) -> str:
+        """Why a request could never run here, or an empty string."""
+        blocks = self.copies.units(prompt_tokens + output_tokens - 1)
+        need = blocks if output_tokens == 1 else blocks * (1 + self.units_per_block)
+        return "" if need <= self.pools[0].capacity else "kv_capacity"
+
+    def start(self, request: Request) -> bool:
+        """Reserve the head shards of the whole prompt on all groups."""
+        return self.copies.start(request, request.target_tokens if self.whole_prompt else 0)
+
+    def place(self, request: Request, group: int) -> bool:
+        """Reserve the decode copy (target + 1 tokens) on its group."""
+        units = self.copies.units(request.target_tokens + 1) * self.units_per_block
+        return self.copies.take(self.pools[group], units)
+
+    def settle(self, request: Request) -> None:
+        """The transfer is over: give up the shards (they stay in the prefix cache)."""
+        self.copies.release(request)
+
+    def grow(self, group: int, blocks: int) -> bool:
+        """Blocks for the next token of running decodes."""
+        return self.copies.take(self.pools[group], blocks * self.units_per_block)
+
+    def release(self, request: Request, group: int, tokens: int) -> None:
+        """A request ends or is preempted."""
+        if group >= 0:
+            self.pools[group].held -= self.copies.units(tokens) * self.units_per_block
+        else:
+            self.copies.release(request)

@@ -1,0 +1,1 @@
+"""The run of one replay: requests, plans, backends, timelines, the event loop."""

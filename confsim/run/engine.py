@@ -1,0 +1,300 @@
+"""The event loop: arrivals and instances as SimPy processes, and the result of it all."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Generator
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import simpy
+
+from confsim.errors import InputError
+from confsim.outcome import summary
+from confsim.outcome.result import Result, Verdict
+from confsim.outcome.slo import Slo
+from confsim.policies import Policy
+from confsim.routers.base import new_router
+from confsim.run.backend import open_run
+from confsim.run.ledger import Ledger, Oracle, Watch
+from confsim.run.request import Request
+from confsim.schemes.base import BackendFactory, Instance, LatencySource, Scheme, Setup
+from confsim.specs import ClusterSpec, GpuSpec, KvConfig, ModelSpec
+from traces.arrivals.base import Arrivals
+from traces.load import Load
+from traces.prefix import chained_ids
+from traces.trace import Trace
+
+
+@dataclass(frozen=True)
+class Window:
+    """Requests that arrive before `warmup_s` or within `cooldown_s` of the last arrival do not count."""
+
+    warmup_s: float = 0.0
+    cooldown_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for key in ("warmup_s", "cooldown_s"):
+            if not 0 <= getattr(self, key) < float("inf"):
+                raise InputError(f"{key}={getattr(self, key)}: expected seconds, 0 or more")
+
+    def span(self, load: Load) -> tuple[float, float]:
+        """First and last arrival time that counts, before the run.
+
+        Raises:
+            InputError: for a cool-down where arrivals depend on the run.
+        """
+        if not _closed(load):
+            return self.span_of(load, load.arrival_s)
+        if self.cooldown_s:
+            raise InputError(
+                f"cooldown_s={self.cooldown_s}: a search cannot know the last arrival of closed loops or sessions; "
+                "use warmup_s, or arrivals.sessions=open"
+            )
+        return self.warmup_s, float("inf")
+
+    def span_of(self, load: Load, arrival_s: npt.NDArray[np.float64]) -> tuple[float, float]:
+        """First and last arrival time that counts, of requests that arrived at `arrival_s`."""
+        planned = arrival_s if _closed(load) else load.arrival_s
+        return self.warmup_s, (float(planned.max()) if len(planned) else 0.0) - self.cooldown_s
+
+
+def _closed(load: Load) -> bool:
+    """Whether arrivals depend on the run."""
+    return load.concurrency is not None or load.think_s is not None
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """One configuration, ready to run; `run` may be called for any number of rates."""
+
+    trace: Trace
+    arrivals: Arrivals
+    model: ModelSpec
+    gpu: GpuSpec
+    cluster: ClusterSpec
+    scheme: Scheme
+    policy: Policy
+    kv: KvConfig
+    slo: Slo
+    latency: LatencySource
+    backend: BackendFactory
+    rate: float | None = None
+    seed: int = 0
+    horizon_s: float | None = None
+    window: Window = field(default_factory=Window)
+    config: dict[str, Any] = field(default_factory=dict)
+    compiled: dict[tuple[int, int], Any] = field(default_factory=dict)  # latency models by layout, filled on use
+
+    def run(self, rate: float | None = None, probe: bool = False, check: bool = False) -> Result:
+        """Replay the trace.
+
+        `rate` replaces the configured one. A `probe` ignores `horizon_s` and ends as soon as the verdict is certain.
+        `check` audits conservation and KV after every event (slow; for tests).
+        """
+        load = self.arrivals.apply(self.trace, self.rate if rate is None else rate, self.seed)
+        return self.replay(load, probe=probe, check=check)
+
+    def replay(self, load: Load, probe: bool = False, check: bool = False) -> Result:
+        """Replay a load."""
+        began = perf_counter()
+        for model in self.compiled.values():
+            model.extrapolations = 0
+        run = Run(self, load, watch=probe)
+        try:
+            run.execute(None if probe else self.horizon_s, check)
+            result = run.result()
+            timing = summary.timing(run.ledger, perf_counter() - began)
+        finally:
+            run.close()
+        return replace(result, timing=timing)
+
+    def zero_load(self, requests: int = 200) -> Result:
+        """Up to `requests` rows of the trace, evenly picked, each served alone and without a prefix cache."""
+        picked = np.unique(np.linspace(0, len(self.trace) - 1, min(requests, len(self.trace))).astype(np.int64))
+        trace = replace(self.trace, table=self.trace.table.take(pa.array(picked)))
+        load = Load(trace, np.zeros(len(picked)), "closed_loop", None, concurrency=1, label="zero load")
+        return replace(self, kv=replace(self.kv, prefix_cache=False)).replay(load)
+
+
+class Run:
+    """One replay."""
+
+    def __init__(self, simulation: Simulation, load: Load, watch: bool = False) -> None:
+        self.simulation = simulation
+        self.load = load
+        self.env = simpy.Environment()
+        self.live = open_run(simulation.backend, lambda: self.env.now)
+        table = load.trace.table
+        self._prompt: list[int] = table["prompt_tokens"].to_pylist()
+        self._output: list[int] = table["output_tokens"].to_pylist()
+        self._arrival_s: list[float] = load.arrival_s.tolist()
+        self._blocks = _block_ids(simulation, load)
+        self.watch = self._new_watch() if watch else None
+        self.ledger = Ledger(Oracle(self._output), self.watch)
+        self.setup = self._setup()
+        self.instances = self._build()
+        self._router = new_router(simulation.cluster.router, "cluster.router")
+        self._next_row = 0
+        self._children: dict[int, list[int]] = {}
+
+    def _new_watch(self) -> Watch:
+        low, high = self.simulation.window.span(self.load)
+        inside = sum(low <= arrival <= high for arrival in self._arrival_s)
+        return Watch(self.env, self.simulation.slo, inside, (low, high))
+
+    def _setup(self) -> Setup:
+        s = self.simulation
+        return Setup(
+            self.env, s.model, s.gpu, s.cluster, s.latency, s.slo, s.kv, s.policy, self.live or s.backend, self.ledger,
+            s.latency.noise, s.seed, 0, self.load.trace.block_tokens if self._blocks else 0, s.compiled,
+        )  # fmt: skip
+
+    def _build(self) -> list[Instance]:
+        count = self.simulation.cluster.instances
+        return [self.simulation.scheme.build(replace(self.setup, instance=index)) for index in range(count)]
+
+    # Arrivals
+
+    def execute(self, horizon_s: float | None, check: bool) -> None:
+        """Run to the end, to the horizon, or until the verdict is certain."""
+        self._start_arrivals()
+        stops = [self.watch.certain] if self.watch is not None else []
+        if horizon_s is not None:
+            self.ledger.expected, self.ledger.drained = len(self.load), self.env.event()
+            stops += [self.env.timeout(horizon_s), self.ledger.drained]
+        until = self.env.any_of(stops) if stops else None
+        collecting = gc.isenabled()
+        gc.disable()  # a run makes no cyclic garbage, and a collection walks every request
+        try:
+            if check:
+                self._checked_run(until)
+            else:
+                self.env.run(until)
+        except RuntimeError as error:
+            if until is None or "No scheduled events left" not in str(error):
+                raise
+        finally:
+            if collecting:
+                gc.enable()
+        self.ledger.cut(self.env.now)
+
+    def _checked_run(self, until: simpy.Event | None) -> None:
+        while self.env.peek() != float("inf") and not (until is not None and until.processed):
+            self.env.step()
+            self.audit()
+
+    def audit(self) -> None:
+        """Nothing is lost: requests by status, and the blocks of every pool."""
+        ledger = self.ledger
+        status = [request.status for request in ledger.requests]
+        unfinished = sum(s not in ("completed", "rejected") for s in status)
+        assert ledger.completed == status.count("completed")
+        assert ledger.rejected == status.count("rejected")
+        assert ledger.injected == ledger.completed + ledger.rejected + unfinished
+        assert unfinished == sum(instance.outstanding_requests for instance in self.instances)
+        for instance in self.instances:
+            instance.audit()
+
+    def _start_arrivals(self) -> None:
+        load = self.load
+        if load.concurrency is not None:
+            self.ledger.on_end.append(lambda request, time_s: self._after(0.0, None))
+            for _ in range(min(load.concurrency, len(load))):
+                self._after(0.0, None)
+            return
+        rows = range(len(load))
+        if load.think_s is not None and load.parent_row is not None:
+            parents = load.parent_row.tolist()
+            for row, parent in enumerate(parents):
+                if parent >= 0:
+                    self._children.setdefault(parent, []).append(row)
+            self.ledger.on_end.append(self._next_turns)
+            self.env.process(self._open_loop([row for row in rows if parents[row] < 0]))
+            return
+        self.env.process(self._open_loop(list(rows)))
+
+    def _open_loop(self, rows: list[int]) -> Generator[simpy.Event, Any, None]:
+        env, arrival_s = self.env, self._arrival_s
+        for row in rows:
+            if arrival_s[row] > env.now:
+                yield env.timeout(arrival_s[row] - env.now)
+            self._inject(row, arrival_s[row])
+
+    def _next_turns(self, request: Request, time_s: float) -> None:
+        assert self.load.think_s is not None
+        for row in self._children.pop(request.id, ()):
+            self._after(float(self.load.think_s[row]), row)
+
+    def _after(self, delay_s: float, row: int | None) -> None:
+        """Inject a row after a delay, or the next one (closed loop) where `row` is None."""
+        event = self.env.timeout(delay_s)
+        assert event.callbacks is not None
+        event.callbacks.append(lambda _: self._inject_late(row))
+
+    def _inject_late(self, row: int | None) -> None:
+        if row is None:
+            if self._next_row >= len(self.load):
+                return
+            row = self._next_row
+            self._next_row += 1
+        self._inject(row, self.env.now)
+
+    def _inject(self, row: int, arrival_s: float) -> None:
+        s = self.simulation
+        prompt, output = self._prompt[row], self._output[row]
+        request = Request(row, arrival_s, prompt, s.slo.ttft_limit_s(prompt), self._blocks[row] if self._blocks else ())
+        self.ledger.inject(request)
+        limit = s.model.max_context_tokens
+        if limit is not None and prompt + output > limit:
+            self.ledger.reject(request, "context_limit", self.env.now)
+            return
+        target = self.instances[0]
+        if len(self.instances) > 1:
+            target = self.instances[self._router.choose(request, self.instances)]
+        reason = target.refusal(prompt, output)
+        if reason:
+            self.ledger.reject(request, reason, self.env.now)
+        else:
+            target.submit(request)
+
+    def close(self) -> None:
+        """Let go of what the result does not need."""
+        if self.live is not None:
+            self.live.close()
+        self.ledger.forget()
+        for instance in self.instances:
+            instance.close()
+
+    # Outcome
+
+    def result(self) -> Result:
+        """The result so far; in a probe, with its verdict."""
+        requests, outcome = summary.requests_table(self)
+        data = summary.summarise(self, requests, outcome)
+        if self.live is not None:
+            data["live"] = dict(self.live.report())
+        verdict = self._verdict(outcome.attainment)
+        return Result("simulate", data, requests, tuple(self.ledger.tracks), {}, verdict)
+
+    def _verdict(self, attainment: float) -> Verdict:
+        target = self.simulation.slo.attainment
+        if (self.watch is not None and self.ledger.injected < len(self.load)) or self._undecided():
+            assert self.watch is not None
+            low, high = self.watch.bounds()
+            return Verdict(low >= target, low, high, True)
+        return Verdict(attainment >= target, attainment, attainment, False)
+
+    def _undecided(self) -> bool:
+        ledger = self.ledger
+        return self.watch is not None and ledger.completed + ledger.rejected < ledger.injected
+
+
+def _block_ids(simulation: Simulation, load: Load) -> list[tuple[int, ...]]:
+    if not simulation.kv.prefix_cache or not load.trace.block_tokens:
+        return []
+    return [tuple(ids or ()) for ids in chained_ids(load.trace.table["block_ids"]).to_pylist()]

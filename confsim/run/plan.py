@@ -1,0 +1,85 @@
+"""What an iteration does, and how long it took: the two messages between a scheme and its backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from confsim.run.request import Request
+
+
+@dataclass(slots=True)
+class DecodeBatch:
+    """The running decodes of one group; a live object, kept up to date as requests join and leave.
+
+    `context_tokens` is the KV that the next iteration reads: for each member the tokens before the one it computes,
+    plus that one.
+    """
+
+    group: int
+    count: int = 0
+    context_tokens: int = 0
+    members: dict[int, Request] = field(default_factory=dict)
+
+
+class PrefillChunk(NamedTuple):
+    """Tokens `[start, start + sum(shards))` of a request's target; `shards[g]` of them on group g, in order.
+
+    `last` chunks emit a token; `group` is where the request decodes afterwards (-1: it ends with this token or
+    this is not the last chunk) and where its KV is sent.
+    """
+
+    request: Request
+    start: int
+    shards: tuple[int, ...]
+    last: bool = False
+    group: int = -1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the chunk over all groups."""
+        return sum(self.shards)
+
+
+class DecodeLoad(NamedTuple):
+    """What the decodes of an iteration weigh, fixed while its prefill is planned."""
+
+    counts: tuple[int, ...]  # decode tokens stacked on each group
+    peak: int
+    total: int
+    attention_s: float  # predicted
+
+
+class IterationPlan(NamedTuple):
+    """One iteration over all groups: prefill chunks in queue order, and one decode batch a group.
+
+    `released` names the requests whose KV was freed since the previous plan (ended or preempted): a backend that
+    holds real KV drops theirs before it runs. `load` is the weight of the decodes where the planner knows it.
+    """
+
+    prefill: tuple[PrefillChunk, ...]
+    decode: tuple[DecodeBatch, ...]
+    released: tuple[int, ...] = ()
+    load: DecodeLoad | None = None
+
+    def shards(self, groups: int) -> tuple[int, ...]:
+        """Prefill tokens of each group over all chunks."""
+        if not self.prefill:
+            return (0,) * groups
+        if len(self.prefill) == 1:
+            return self.prefill[0].shards
+        return tuple(map(sum, zip(*[chunk.shards for chunk in self.prefill], strict=True)))
+
+
+class IterationTiming(NamedTuple):
+    """Seconds of one iteration; the parts are for reports and need not add up (the attention paths overlap)."""
+
+    duration_s: float
+    linear_s: float = 0.0
+    prefill_attention_s: float = 0.0
+    decode_attention_s: float = 0.0
+    communication_s: float = 0.0
+    head_s: float = 0.0
+    overhead_s: float = 0.0  # host time not hidden behind the GPU
+    transfer_s: float = 0.0  # KV transfer of last chunks; what outlasts the iteration delays the first decode
+    predicted_s: float = 0.0  # what the planner's model said

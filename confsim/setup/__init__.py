@@ -1,0 +1,1 @@
+"""Set-up: configuration, caches, the compiled build, provenance."""
