@@ -18,6 +18,8 @@ from importlib import import_module, resources
 from pathlib import Path
 from typing import Any
 
+from traces.files import write_whole
+
 USER_ERROR = 2
 FAILURE = 1
 INTERRUPTED = 130
@@ -418,8 +420,7 @@ def load(target: str) -> Callable[[Any], int | None]:
 
 
 def _keep_traceback(folder: Path, error: Exception) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "error.txt").write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+    write_whole(folder / "error.txt", "".join(traceback.format_exception(error)))
 
 
 def _report_failures(row: Subcommand, failures: Failures, error: Exception) -> int:

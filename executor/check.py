@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from confsim.outcome.result import write_json
 from confsim.specs import KvConfig
 from executor.config import Device, ExecutorConfig, Layout, ModelConfig, Rope
 from executor.errors import RankError
@@ -134,8 +134,7 @@ def command(cfg: Any) -> int:
     outcomes = run_joined_check(config) if world_of(os.environ) else run_checks(config)
     summary = summarise(outcomes, config)
     folder = run_folder(cfg)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n")
+    write_json(folder / "summary.json", summary)
     if not cfg.quiet:
         _show(outcomes, summary, folder)
     return 1 if summary["failed"] else 0

@@ -12,10 +12,12 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from confsim.errors import InputError
+from confsim.outcome.result import write_json
 from executor.config import ExecutorConfig, ModelConfig, Sampling
 from executor.errors import RankError
 from executor.runtime import ExecutedIteration, Runtime
 from executor.schedule import Schedule
+from traces.files import write_whole
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 
@@ -229,13 +231,10 @@ def run_folder(cfg: Any) -> Path:
 
 
 def _write(folder: Path, generation: Generation, config: ExecutorConfig) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    summary = summarise(generation, config)
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n")
+    write_json(folder / "summary.json", summarise(generation, config))
     tokenizer = _tokenizer_of(generation, config)
-    with (folder / "outputs.jsonl").open("w") as file:
-        for request, output in enumerate(generation.outputs):
-            file.write(json.dumps(_row(request, output, tokenizer)) + "\n")
+    rows = [json.dumps(_row(request, output, tokenizer)) for request, output in enumerate(generation.outputs)]
+    write_whole(folder / "outputs.jsonl", "".join(f"{row}\n" for row in rows))
     timing = {
         "wall_s": generation.wall_s,
         "iterations": [
@@ -247,7 +246,7 @@ def _write(folder: Path, generation: Generation, config: ExecutorConfig) -> None
             for done in generation.iterations
         ],
     }
-    (folder / "timing.json").write_text(json.dumps(timing, allow_nan=False) + "\n")
+    write_json(folder / "timing.json", timing)
 
 
 def _tokenizer_of(generation: Generation, config: ExecutorConfig) -> Tokenizer | None:

@@ -8,7 +8,6 @@ others go on.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from confsim.outcome.result import write_json
 from confsim.run.plan import DecodeBatch as PlanDecodes
 from confsim.run.plan import IterationPlan, PrefillChunk
 from confsim.run.request import Request
@@ -252,7 +252,7 @@ def main(arguments: list[str] | None = None) -> int:
     is_gpu = given.device == "cuda"
     settings = Device("cuda", "bfloat16", overlap="partition") if is_gpu else Device()
     result = run(settings, GPU_SIZES if is_gpu else CPU_SIZES, given.limit_s)
-    given.out.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
+    write_json(given.out, result)
     failed = [name for name, part in result.items() if isinstance(part, dict) and "error" in part]
     wrong = result.get("equivalence", {}).get("failed", 0)
     print(f"{result['device']}: {result['wall_s']:.0f} s, written to {given.out}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import http.client
 import os
@@ -21,6 +20,7 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from rich.progress import Progress as Bar
 
 from traces.errors import InputError
+from traces.files import locked
 
 CACHE_ENV = "CONFSIM_CACHE"
 URL_ENV = "CONFSIM_TRACE_URL"
@@ -188,16 +188,15 @@ def _digest(path: Path) -> str:
 @contextmanager
 def _locked(part: Path) -> Iterator[BinaryIO]:
     """The part file, open for appending, locked against a second download of the same trace."""
-    with part.open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InputError(f"{part}: another download of this trace is running; wait for it") from error
-        try:
-            yield file
-        finally:
-            if part.exists() and part.stat().st_size == 0:
-                part.unlink()
+    try:
+        with locked(part, wait=False) as file:
+            try:
+                yield file
+            finally:
+                if part.exists() and part.stat().st_size == 0:
+                    part.unlink()
+    except BlockingIOError as error:
+        raise InputError(f"{part}: another download of this trace is running; wait for it") from error
 
 
 def _download(url: str, file: BinaryIO, progress: ByteProgress | None, wait_s: float) -> bool:

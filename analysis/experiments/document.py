@@ -9,6 +9,7 @@ from pathlib import Path
 
 from analysis.experiments.base import Section
 from analysis.pages.charts import Figure, write_svg
+from traces.files import write_whole
 
 HEAD = """# Experiments
 
@@ -29,8 +30,7 @@ def write_document(path: Path, sections: Sequence[Section]) -> None:
         figures |= section.figures
     for name, figure in figures.items():
         write_svg(figure, folder / f"{name}.svg")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+    write_whole(path, "\n".join(lines).rstrip() + "\n")
 
 
 def write_explorer(path: Path, sections: Sequence[Section]) -> None:
@@ -47,5 +47,4 @@ def write_explorer(path: Path, sections: Sequence[Section]) -> None:
             body.append(f"<script>Plotly.newPlot('figure{number}', {data}, {layout}, {{responsive: true}})</script>")
             number += 1
     page = '<!DOCTYPE html><html><head><meta charset="utf-8"><title>Experiments</title></head><body>'
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join([page, *body, "</body></html>", ""]), encoding="utf-8")
+    write_whole(path, "\n".join([page, *body, "</body></html>", ""]))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from analysis.pages.report.figures import COLOURS, LIMIT_COLOUR
+from traces.files import write_whole
 
 Figure = dict[str, Any]
 
@@ -67,8 +68,7 @@ def write_svg(figure: Figure, path: Path) -> None:
     Raises:
         ValueError: for a kind of trace that is not drawn.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(svg(figure), encoding="utf-8")
+    write_whole(path, svg(figure))
 
 
 def svg(figure: Figure) -> str:

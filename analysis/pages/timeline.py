@@ -9,7 +9,6 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from confsim.errors import InputError
+from traces.files import write_whole
 
 PARTS = (
     "linear_s",
@@ -41,14 +41,15 @@ def write_timeline(path: Path, result: Any, limit: int | None = None) -> None:
         raise InputError(f"output.timeline_iterations={limit}: use a number of iterations, or null for all")
     table = result.iterations
     shown = table.slice(0, limit) if limit is not None else table
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with partial.open("wb") as file, gzip.GzipFile("", "wb", 5, file, mtime=0) as packed:
-        text = io.TextIOWrapper(packed, encoding="utf-8", write_through=False)
-        _write(text, shown, _about(result, shown.num_rows, table.num_rows))
-        text.flush()
-        text.detach()
-    partial.replace(path)
+
+    def pack(draft: Path) -> None:
+        with draft.open("wb") as file, gzip.GzipFile("", "wb", 5, file, mtime=0) as packed:
+            text = io.TextIOWrapper(packed, encoding="utf-8", write_through=False)
+            _write(text, shown, _about(result, shown.num_rows, table.num_rows))
+            text.flush()
+            text.detach()
+
+    write_whole(path, pack)
 
 
 def _about(result: Any, shown: int, total: int) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -15,6 +14,7 @@ import pyarrow as pa
 from analysis.commands.shared import seconds, share
 from analysis.pages.report.figures import COLOURS, LIMIT_COLOUR, Figure, numbers
 from analysis.pages.report.page import Page
+from traces.files import write_whole
 
 MOST_POINTS = 4000  # of a scatter; more are thinned evenly
 REQUEST_NAMES = {
@@ -29,10 +29,7 @@ WORST = 12
 def write_page(content: Mapping[str, Any], iterations: pa.Table, requests: pa.Table, path: Path) -> Path:
     """Write the page in one step and return its path."""
     text = render(content, iterations, requests)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
-    return path
+    return write_whole(path, text)
 
 
 def render(content: Mapping[str, Any], iterations: pa.Table, requests: pa.Table) -> str:

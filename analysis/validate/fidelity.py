@@ -20,6 +20,7 @@ from confsim.run.request import Request
 from confsim.schemes.cost import CoBatchCost, in_turn, overlapped
 from confsim.setup.configuration import compose
 from confsim.specs import GpuSpec, ModelSpec
+from traces.files import write_whole
 
 GPU = "h100_sxm"
 MODEL = "qwen3_14b"
@@ -360,9 +361,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Write docs/fidelity.md from the packaged profiles.")
     parser.add_argument("--output", type=Path, default=Path("docs/fidelity.md"))
     options = parser.parse_args(arguments)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(page(), encoding="utf-8")
-    print(options.output)
+    print(write_whole(options.output, page()))
 
 
 if __name__ == "__main__":

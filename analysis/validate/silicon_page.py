@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from analysis.commands.shared import share
 from analysis.pages.report.figures import COLOURS, LIMIT_COLOUR, Figure, numbers
 from analysis.pages.report.page import Page
+from traces.files import write_whole
 
 WORST = 12  # rows of each table of the worst
 SYMBOLS = {"fit": "circle-open", "held_out": "circle", "kv_limited": "x"}
@@ -24,10 +24,7 @@ Rows = Sequence[Mapping[str, Any]]
 def write_page(content: Mapping[str, Any], rows: Rows, path: Path) -> Path:
     """Write the page in one step and return its path."""
     text = render(content, rows)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
-    return path
+    return write_whole(path, text)
 
 
 def render(content: Mapping[str, Any], rows: Rows) -> str:

@@ -16,6 +16,7 @@ from confsim.errors import InputError
 from confsim.latency.compiled import CompiledLatency, DecodeRow, Dense
 from confsim.latency.curve import Curve, Floats, check_curve, check_numbers, rounded
 from confsim.specs import GpuSpec, ModelSpec
+from traces.files import write_whole
 
 FORMAT = 1
 MICRO = 1e-6
@@ -111,17 +112,14 @@ class Profile:
         return profile_from_json(_read(Path(path)), str(path))
 
     def save(self, path: str | Path) -> None:
-        """Write readable JSON (times in microseconds), atomically.
+        """Write readable JSON (times in microseconds), whole or not at all.
 
         Raises:
             InputError: as `load`; a profile that could not be read back is not written.
         """
         path = Path(path)
         profile_from_json(profile_to_json(self), str(path))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(".tmp")
-        draft.write_text(profile_to_text(self), encoding="utf-8")
-        draft.replace(path)
+        write_whole(path, profile_to_text(self), durable=True)
 
     @property
     def profile_hash(self) -> str:

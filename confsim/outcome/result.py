@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from confsim.run.record import Track, iterations_table
+from traces.files import write_whole
 
 REQUESTS = pa.schema(
     [
@@ -70,7 +70,6 @@ class Result:
 
     def write(self, folder: Path) -> None:
         """Write summary.json, requests.parquet, iterations.parquet and timing.json, each whole or not at all."""
-        folder.mkdir(parents=True, exist_ok=True)
         write_table(folder / "requests.parquet", self.requests)
         write_table(folder / "iterations.parquet", self.iterations)
         write_json(folder / "timing.json", self.timing)
@@ -78,20 +77,10 @@ class Result:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Strict JSON (no NaN), atomically."""
-    text = json.dumps(data, indent=2, allow_nan=False) + "\n"
-    _replace(path, lambda temporary: temporary.write_text(text))
+    """Strict JSON (no NaN), whole or not at all."""
+    write_whole(path, json.dumps(data, indent=2, allow_nan=False) + "\n")
 
 
 def write_table(path: Path, table: pa.Table) -> None:
-    """Parquet, atomically."""
-    _replace(path, lambda temporary: pq.write_table(table, temporary, compression="zstd"))
-
-
-def _replace(path: Path, write: Any) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write(temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    """Parquet, whole or not at all."""
+    write_whole(path, lambda draft: pq.write_table(table, draft, compression="zstd"))

@@ -8,16 +8,14 @@ makes it the others that want it wait. A cache that cannot be written costs time
 from __future__ import annotations
 
 import copy
-import fcntl
 import hashlib
 import importlib.util
 import json
 import os
 import pickle
-import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +24,7 @@ import platformdirs
 import pyarrow as pa
 
 from confsim.setup.provenance import digest, file_digest
+from traces.files import locked, write_whole
 from traces.source import found
 from traces.trace import SCHEMA, Trace
 
@@ -163,14 +162,9 @@ class Store:
         return (value,)
 
     def _write(self, path: Path, value: T, write: Callable[[Path, T], None]) -> None:
-        partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write(partial, value)
-            partial.replace(path)
+            write_whole(path, lambda draft: write(draft, value))
         except OSError:  # read-only, full: go on without
-            with suppress(OSError):
-                partial.unlink()
             return
         self._written += 1
         if self._written % PRUNE_EVERY == 1:
@@ -178,17 +172,11 @@ class Store:
 
     @contextmanager
     def _alone(self, path: Path) -> Iterator[None]:
-        """Hold the entry's lock; where locks do not work, go on without one (work may be done twice)."""
-        file = None
-        with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = path.with_name(f"{path.name}.lock").open("ab")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        try:
+        """Hold the entry's lock; where there can be none, go on without one (work may be done twice)."""
+        with ExitStack() as stack:
+            with suppress(OSError):
+                stack.enter_context(locked(path.with_name(f"{path.name}.lock")))
             yield
-        finally:
-            if file is not None:
-                file.close()
 
     def prune(self) -> int:
         """Remove what was used longest ago until the rest fits, and what dead processes left; returns bytes kept."""

@@ -21,7 +21,7 @@ def test_round_trip_keeps_everything(profile: Profile, tmp_path: Path) -> None:
     again = Profile.load(tmp_path / "copy.json")
     assert profile_to_json(again) == profile_to_json(profile)
     assert again.profile_hash == profile.profile_hash
-    assert not list(tmp_path.glob("*.tmp"))
+    assert [path.name for path in tmp_path.iterdir()] == ["copy.json"]
 
 
 def test_packaged_profiles_are_small_readable_and_say_where_they_come_from() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from traces.errors import InputError
+from traces.files import write_whole
 from traces.readers.base import Counts, Mask, Meter, ReadOptions, blocks_of, null_column
 from traces.readers.sniff import require_file, require_format
 from traces.trace import SCHEMA, Trace
@@ -28,14 +27,8 @@ BATCH_ROWS = 1 << 14
 def write_parquet(trace: Trace, path: Path) -> None:
     """Write a trace so that reading it back loses nothing; the file appears whole or not at all."""
     metadata = {BLOCK_KEY: str(trace.block_tokens), PROVENANCE_KEY: json.dumps(trace.provenance, sort_keys=True)}
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    try:
-        pq.write_table(trace.table.replace_schema_metadata(metadata), name, compression="zstd")
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    table = trace.table.replace_schema_metadata(metadata)
+    write_whole(path, lambda draft: pq.write_table(table, draft, compression="zstd"), durable=True)
 
 
 class ParquetReader:

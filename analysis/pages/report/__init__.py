@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from analysis.pages.report.load import load_results
 from analysis.pages.report.page import render
+from traces.files import write_whole
 
 
 def write_report(folders: Sequence[Path], path: Path, title: str | None = None) -> Path:
@@ -21,11 +21,7 @@ def write_report(folders: Sequence[Path], path: Path, title: str | None = None) 
 
 def write_page(path: Path, text: str) -> Path:
     """Write a page in one step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
-    return path
+    return write_whole(path, text)
 
 
 __all__ = ["write_page", "write_report"]
