@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from analysis.markdown import table
+from analysis.validate.silicon_doc import section
 from confsim.latency.base import LatencyModel
 from confsim.latency.config import FittedLatency, packaged
 from confsim.latency.profile import PACKAGED, Profile
@@ -251,19 +253,11 @@ def law_rows() -> list[list[str]]:
     return rows
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; numbers to the right."""
-    lines = ["| " + " | ".join(header) + " |", "|" + "|".join(["---"] + ["---:"] * (len(header) - 1)) + "|"]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
-
-
 COMPARED = ("figure", "paper", "predicted", "deviation")
 
 
 def page() -> str:
     """The whole page."""
-    from analysis.validate.silicon_doc import section
-
     b = bench()
     profile = b.source.load(b.model, b.gpu)
     slow = b.latency(1, 4)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from analysis.validate.fidelity import table
+from analysis.markdown import table
 
 RECORD = Path(__file__).resolve().parents[2] / "docs" / "silicon.json"
 SPLIT_NAMES = {"fit": "fit", "held_out": "held out", "kv_limited": "TTFT above 5 s"}

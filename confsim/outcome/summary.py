@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,15 +13,26 @@ from confsim.outcome import metrics
 from confsim.outcome.result import REQUESTS
 from confsim.run.ledger import Ledger
 from confsim.run.request import Request
-from confsim.schemes.base import KvReport
+from confsim.schemes.base import Instance, KvReport, Scheme, Setup
 from confsim.setup import native
 from confsim.setup.provenance import provenance
-
-if TYPE_CHECKING:
-    from confsim.run.engine import Run
+from traces.load import Load
 
 ABSURD_SLO_FACTOR = 1000  # an SLO this many times the zero-load latency is probably in the wrong unit
 LATE_SHARE = 0.5  # of the last quarter of the arrivals, past their TTFT limit: the load is more than can be served
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A run that has ended, as it is summarised."""
+
+    scheme: Scheme
+    setup: Setup
+    load: Load
+    instances: list[Instance]
+    counted_s: tuple[float, float]  # first and last arrival time that counts
+    probe: bool  # ended once its verdict was certain
+    config: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -39,14 +50,15 @@ class Outcome:
         return float(self.attained[self.counted].mean()) if self.counted.any() else 0.0
 
 
-def requests_table(run: Run) -> tuple[pa.Table, Outcome]:
-    """One row a request, by request id of the trace's row order."""
-    requests = run.ledger.requests
+def requests_table(run: Replayed) -> tuple[pa.Table, Outcome]:
+    """One row per request, by request id of the trace's row order."""
+    ledger, slo = run.setup.ledger, run.setup.slo
+    requests = ledger.requests
     arrival = _column(requests, "arrival_s")
-    low, high = run.simulation.window.span_of(run.load, arrival)
+    low, high = run.counted_s
     counted = (arrival >= low) & (arrival <= high)
-    lat = metrics.latencies(run.ledger, run.simulation.slo, counted)
-    good, reasons = metrics.attained(lat, requests, run.simulation.slo)
+    lat = metrics.latencies(ledger, slo, counted)
+    good, reasons = metrics.attained(lat, requests, slo)
     outcome = Outcome(lat, good, reasons, counted)
     start = _column(requests, "prefill_start_s")
     queueing = np.where(start >= 0, start - arrival, np.nan)
@@ -94,27 +106,28 @@ def _arrow(values: Any, kind: pa.DataType) -> pa.Array:
     return pa.array(values, kind)
 
 
-def summarise(run: Run, requests: pa.Table, outcome: Outcome) -> dict[str, Any]:
+def summarise(run: Replayed, requests: pa.Table, outcome: Outcome) -> dict[str, Any]:
     """`summary.json`: plain data, without wall-clock figures."""
-    simulation, ledger, load = run.simulation, run.ledger, run.load
-    report = simulation.scheme.kv_report(run.setup)
+    setup, load = run.setup, run.load
+    ledger = setup.ledger
+    report = run.scheme.kv_report(setup)
     counts = _counts(run, outcome)
     steps = sum(len(track.ends) for track in ledger.tracks)
-    end_s = run.env.now
+    end_s = run.setup.env.now
     arrived = _column(ledger.requests, "arrival_s")
     out: dict[str, Any] = {
         "kind": "simulate",
-        "scheme": simulation.scheme.name,
-        "policy": simulation.policy.order,
-        "model": simulation.model.name,
-        "gpu": simulation.gpu.name,
-        "cluster": asdict(simulation.cluster),
+        "scheme": run.scheme.name,
+        "policy": setup.policy.order,
+        "model": setup.model.name,
+        "gpu": setup.gpu.name,
+        "cluster": asdict(setup.cluster),
         "label": f"{load.trace.provenance.get('label', load.trace.provenance.get('name', 'trace'))}, {load.label}",
         "synthetic": bool(load.trace.provenance.get("synthetic", False)),
         "requests": counts,
         "rejected_by": _tally(request.reason for request in ledger.requests if request.reason),
         "attainment": outcome.attainment,
-        "attained": bool(outcome.attainment >= simulation.slo.attainment),
+        "attained": bool(outcome.attainment >= setup.slo.attainment),
         "missed_by": _missed_by(outcome),
         "overloaded": _overloaded(run, arrived),
         **_statistics(outcome, arrived, requests),
@@ -129,16 +142,16 @@ def summarise(run: Run, requests: pa.Table, outcome: Outcome) -> dict[str, Any]:
             "emitted": int(outcome.latencies.tokens.sum()),
         },
         "kv": _kv(report, run),
-        "slo": asdict(simulation.slo),
+        "slo": asdict(setup.slo),
         "latency": {"extrapolated_queries": sum(m.extrapolations for m in run.setup.compiled.values())},
         **_counters(run),
     }
-    if simulation.cluster.instances > 1:
+    if setup.cluster.instances > 1:
         out["instances"] = _instances(run, outcome)
     out["warnings"] = _warnings(run, out, report)
-    described = simulation.latency.describe(simulation.model, simulation.gpu)
+    described = setup.latency.describe(setup.model, setup.gpu)
     out["provenance"] = {
-        **provenance(simulation.config, simulation.seed),
+        **provenance(run.config, setup.seed),
         "profile_hash": described["profile_hash"],
         "latency": dict(described),
         "trace": load.trace.provenance,
@@ -152,8 +165,8 @@ def _missed_by(outcome: Outcome) -> dict[str, int]:
     return {reason: counted.count(reason) for reason in metrics.REASONS}
 
 
-def _counts(run: Run, outcome: Outcome) -> dict[str, int]:
-    ledger = run.ledger
+def _counts(run: Replayed, outcome: Outcome) -> dict[str, int]:
+    ledger = run.setup.ledger
     return {
         "injected": ledger.injected,
         "completed": ledger.completed,
@@ -203,10 +216,10 @@ def _tally(words: Any) -> dict[str, int]:
     return out
 
 
-def _overloaded(run: Run, arrived: npt.NDArray[np.float64]) -> bool:
+def _overloaded(run: Replayed, arrived: npt.NDArray[np.float64]) -> bool:
     """Most of the last arrivals whose first token is due missed it while they waited: the queue grew to the end."""
-    requests = run.ledger.requests
-    now = run.env.now
+    requests = run.setup.ledger.requests
+    now = run.setup.env.now
     served = [
         request
         for request in requests
@@ -222,7 +235,7 @@ def _overloaded(run: Run, arrived: npt.NDArray[np.float64]) -> bool:
     return sum(late) > LATE_SHARE * len(tail)
 
 
-def _counters(run: Run) -> dict[str, float]:
+def _counters(run: Replayed) -> dict[str, float]:
     """What schemes count of their own, over all instances."""
     out: dict[str, float] = {}
     for instance in run.instances:
@@ -231,19 +244,19 @@ def _counters(run: Run) -> dict[str, float]:
     return out
 
 
-def _kv(report: KvReport, run: Run) -> dict[str, Any]:
+def _kv(report: KvReport, run: Replayed) -> dict[str, Any]:
     return {
         "groups": report.groups,
         "gpus_a_group": report.gpus_a_group,
         "capacity_tokens": report.capacity_tokens,
-        "block_tokens": run.simulation.kv.block_tokens,
+        "block_tokens": run.setup.kv.block_tokens,
         "given": report.capacity.given,
         "terms": asdict(report.capacity),
     }
 
 
-def _instances(run: Run, outcome: Outcome) -> list[dict[str, Any]]:
-    owner = np.array([request.instance for request in run.ledger.requests])
+def _instances(run: Replayed, outcome: Outcome) -> list[dict[str, Any]]:
+    owner = np.array([request.instance for request in run.setup.ledger.requests])
     out = []
     for index, instance in enumerate(run.instances):
         mine = (owner == index) & outcome.counted
@@ -254,20 +267,20 @@ def _instances(run: Run, outcome: Outcome) -> list[dict[str, Any]]:
                 "requests": int((owner == index).sum()),
                 "attainment": float(outcome.attained[mine].mean()) if mine.any() else None,
                 "ttft_s": metrics.statistics(ttft),
-                "utilisation": instance.utilised_s / run.env.now if run.env.now > 0 else 0.0,
+                "utilisation": instance.utilised_s / run.setup.env.now if run.setup.env.now > 0 else 0.0,
             }
         )
     return out
 
 
-def _warnings(run: Run, out: dict[str, Any], report: KvReport) -> list[str]:
+def _warnings(run: Replayed, out: dict[str, Any], report: KvReport) -> list[str]:
     warnings = []
     if out["synthetic"]:
         warnings.append(f"the trace is synthetic: {out['label']}")
     if out["requests"]["rejected"]:
         reasons = ", ".join(f"{count} by {reason}" for reason, count in out["rejected_by"].items())
         warnings.append(f"{out['requests']['rejected']} of {out['requests']['injected']} requests rejected: {reasons}")
-    if out["requests"]["unfinished"] and run.watch is None:
+    if out["requests"]["unfinished"] and not run.probe:
         warnings.append(f"{out['requests']['unfinished']} requests unfinished at horizon_s, counted as missed")
     warnings += report.capacity.warnings
     if not out["requests"]["in_window"]:
@@ -279,11 +292,11 @@ def _warnings(run: Run, out: dict[str, Any], report: KvReport) -> list[str]:
     return warnings + _slo_warnings(run, out)
 
 
-def _slo_warnings(run: Run, out: dict[str, Any]) -> list[str]:
+def _slo_warnings(run: Replayed, out: dict[str, Any]) -> list[str]:
     """An SLO that no request can meet, or that is a thousand times too loose, is probably in the wrong unit."""
     warnings = []
-    slo = run.simulation.slo
-    requests = run.ledger.requests
+    slo = run.setup.slo
+    requests = run.setup.ledger.requests
     prefill = [r.first_token_s - r.prefill_start_s for r in requests if r.first_token_s >= 0]
     gaps = out["gap_s"]
     for key, limit, least in (

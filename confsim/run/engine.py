@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
@@ -20,6 +19,7 @@ from confsim.outcome.slo import Slo
 from confsim.policies import Policy
 from confsim.routers.base import new_router
 from confsim.run.backend import open_run
+from confsim.run.drivers import Driver, driver_of
 from confsim.run.ledger import Ledger, Oracle, Watch
 from confsim.run.request import Request
 from confsim.schemes.base import BackendFactory, Instance, LatencySource, Scheme, Setup
@@ -124,27 +124,25 @@ class Simulation:
 class Run:
     """One replay."""
 
-    def __init__(self, simulation: Simulation, load: Load, watch: bool = False) -> None:
+    def __init__(self, simulation: Simulation, load: Load, watch: bool = False, driver: Driver | None = None) -> None:
         self.simulation = simulation
         self.load = load
+        self.driver = driver_of(load) if driver is None else driver
         self.env = simpy.Environment()
         self.live = open_run(simulation.backend, lambda: self.env.now)
         table = load.trace.table
         self._prompt: list[int] = table["prompt_tokens"].to_pylist()
-        self._output: list[int] = table["output_tokens"].to_pylist()
-        self._arrival_s: list[float] = load.arrival_s.tolist()
+        self.output_tokens: list[int] = table["output_tokens"].to_pylist()  # by request id
         self._blocks = _block_ids(simulation, load)
         self.watch = self._new_watch() if watch else None
-        self.ledger = Ledger(Oracle(self._output), self.watch)
+        self.ledger = Ledger(Oracle(self.output_tokens), self.watch)
         self.setup = self._setup()
         self.instances = self._build()
         self._router = new_router(simulation.cluster.router, "cluster.router")
-        self._next_row = 0
-        self._children: dict[int, list[int]] = {}
 
     def _new_watch(self) -> Watch:
         low, high = self.simulation.window.span(self.load)
-        inside = sum(low <= arrival <= high for arrival in self._arrival_s)
+        inside = int(((low <= self.load.arrival_s) & (self.load.arrival_s <= high)).sum())
         return Watch(self.env, self.simulation.slo, inside, (low, high))
 
     def _setup(self) -> Setup:
@@ -158,11 +156,9 @@ class Run:
         count = self.simulation.cluster.instances
         return [self.simulation.scheme.build(replace(self.setup, instance=index)) for index in range(count)]
 
-    # Arrivals
-
     def execute(self, horizon_s: float | None, check: bool) -> None:
         """Run to the end, to the horizon, or until the verdict is certain."""
-        self._start_arrivals()
+        self.driver.start(self)
         stops = [self.watch.certain] if self.watch is not None else []
         if horizon_s is not None:
             self.ledger.expected, self.ledger.drained = len(self.load), self.env.event()
@@ -200,53 +196,10 @@ class Run:
         for instance in self.instances:
             instance.audit()
 
-    def _start_arrivals(self) -> None:
-        load = self.load
-        if load.concurrency is not None:
-            self.ledger.on_end.append(lambda request, time_s: self._after(0.0, None))
-            for _ in range(min(load.concurrency, len(load))):
-                self._after(0.0, None)
-            return
-        rows = range(len(load))
-        if load.think_s is not None and load.parent_row is not None:
-            parents = load.parent_row.tolist()
-            for row, parent in enumerate(parents):
-                if parent >= 0:
-                    self._children.setdefault(parent, []).append(row)
-            self.ledger.on_end.append(self._next_turns)
-            self.env.process(self._open_loop([row for row in rows if parents[row] < 0]))
-            return
-        self.env.process(self._open_loop(list(rows)))
-
-    def _open_loop(self, rows: list[int]) -> Generator[simpy.Event, Any, None]:
-        env, arrival_s = self.env, self._arrival_s
-        for row in rows:
-            if arrival_s[row] > env.now:
-                yield env.timeout(arrival_s[row] - env.now)
-            self._inject(row, arrival_s[row])
-
-    def _next_turns(self, request: Request, time_s: float) -> None:
-        assert self.load.think_s is not None
-        for row in self._children.pop(request.id, ()):
-            self._after(float(self.load.think_s[row]), row)
-
-    def _after(self, delay_s: float, row: int | None) -> None:
-        """Inject a row after a delay, or the next one (closed loop) where `row` is None."""
-        event = self.env.timeout(delay_s)
-        assert event.callbacks is not None
-        event.callbacks.append(lambda _: self._inject_late(row))
-
-    def _inject_late(self, row: int | None) -> None:
-        if row is None:
-            if self._next_row >= len(self.load):
-                return
-            row = self._next_row
-            self._next_row += 1
-        self._inject(row, self.env.now)
-
-    def _inject(self, row: int, arrival_s: float) -> None:
+    def inject(self, row: int, arrival_s: float) -> None:
+        """Let the request of a row arrive, at the present simulated time."""
         s = self.simulation
-        prompt, output = self._prompt[row], self._output[row]
+        prompt, output = self._prompt[row], self.output_tokens[row]
         request = Request(row, arrival_s, prompt, s.slo.ttft_limit_s(prompt), self._blocks[row] if self._blocks else ())
         self.ledger.inject(request)
         limit = s.model.max_context_tokens
@@ -274,12 +227,21 @@ class Run:
 
     def result(self) -> Result:
         """The result so far; in a probe, with its verdict."""
-        requests, outcome = summary.requests_table(self)
-        data = summary.summarise(self, requests, outcome)
+        replayed = self._replayed()
+        requests, outcome = summary.requests_table(replayed)
+        data = summary.summarise(replayed, requests, outcome)
         if self.live is not None:
             data["live"] = dict(self.live.report())
         verdict = self._verdict(outcome.attainment)
         return Result("simulate", data, requests, tuple(self.ledger.tracks), {}, verdict)
+
+    def _replayed(self) -> summary.Replayed:
+        s = self.simulation
+        arrival_s = np.array([request.arrival_s for request in self.ledger.requests], np.float64)
+        counted_s = s.window.span_of(self.load, arrival_s)
+        return summary.Replayed(
+            s.scheme, self.setup, self.load, self.instances, counted_s, self.watch is not None, s.config
+        )
 
     def _verdict(self, attainment: float) -> Verdict:
         target = self.simulation.slo.attainment

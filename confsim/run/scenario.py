@@ -17,6 +17,7 @@ from confsim.api import build
 from confsim.errors import InputError
 from confsim.outcome.result import write_json, write_table
 from confsim.outcome.slo import TOLERANCE
+from confsim.run.drivers import Target
 from confsim.run.engine import Run, Simulation
 from confsim.run.record import Track, iterations_table
 from confsim.run.request import Request
@@ -118,14 +119,86 @@ def run_scenario(simulation: Simulation, scenario: Scenario) -> ScenarioResult:
         InputError: if the scheme cannot hold the decodes or a prefill.
     """
     run = ScenarioRun(simulation, scenario)
-    run.execute(None, check=False)
-    result = run.outcome()
-    run.close()
-    return result
+    try:
+        run.execute()
+        return run.outcome()
+    finally:
+        run.close()
 
 
-class ScenarioRun(Run):
-    """A replay whose requests are the prefills; decodes are added beside them, with ids behind theirs."""
+class SteadyDecodes:
+    """Drives prefills, one after the other, beside decodes whose ids lie behind theirs."""
+
+    def __init__(self, scenario: Scenario, decodes: Sequence[int], prefills: int, scheme: str) -> None:
+        self.scenario = scenario
+        self.decodes = decodes  # of each GPU
+        self.prefills = prefills
+        self.scheme = scheme
+        self.starts_s: list[float] = []  # of the prefills, when they are submitted
+        self.ends_s: list[float] = []
+        self._gpu = [gpu for gpu, count in enumerate(decodes) for _ in range(count)]  # of every running decode
+        self._slot: dict[int, int] = {}  # request -> its place among them
+        self.streams: list[list[Request]] = [[] for _ in self._gpu]
+
+    @property
+    def over(self) -> bool:
+        """The last prefill has ended."""
+        return len(self.ends_s) == self.prefills
+
+    def start(self, run: Target) -> None:
+        """Fill every place with a decode, and send the first prefill."""
+        run.ledger.on_end.append(lambda request, time_s: self._ended(run, request, time_s))
+        slot = 0
+        for count in self.decodes:
+            for index in range(count):
+                self._add_decode(run, slot, index * self.scenario.decode_tokens // count)
+                slot += 1
+        self._next_prefill(run)
+        run.env.process(self._guard(run))
+
+    def _guard(self, run: Target) -> Generator[simpy.Event, Any, None]:
+        yield run.env.timeout(STARVED_S * self.prefills)
+        if not self.over:
+            done = len(self.ends_s)
+            raise InputError(
+                f"{self.scheme}: {done} prefills ended in {run.env.now:g} s, the decodes starve the others"
+            )
+
+    def _next_prefill(self, run: Target) -> None:
+        self.starts_s.append(run.env.now)
+        run.inject(len(self.starts_s) - 1, run.env.now)
+
+    def _ended(self, run: Target, request: Request, time_s: float) -> None:
+        if request.status == "rejected":
+            raise InputError(f"prefill_tokens={request.prompt_tokens}: rejected, {request.reason}")
+        slot = self._slot.get(request.id)
+        if slot is None:
+            self.ends_s.append(time_s)
+            if not self.over:
+                self._next_prefill(run)
+        elif not self.over:
+            self._add_decode(run, slot, 0)
+
+    def _add_decode(self, run: Target, slot: int, emitted: int) -> None:
+        """A decode that has emitted some of its tokens already."""
+        context = self.scenario.first_stored + emitted
+        request = Request(len(run.output_tokens), run.env.now, context)
+        request.emitted = 1  # with its prompt, somewhere else
+        request.first_token_s = run.env.now
+        run.output_tokens.append(1 + self.scenario.decode_tokens - emitted)
+        self._slot[request.id] = slot
+        self.streams[slot].append(request)
+        run.ledger.inject(request)
+        gpu = self._gpu[slot]
+        if not run.instances[0].preload(request, gpu):
+            raise InputError(
+                f"decodes_per_gpu={list(self.decodes)}: {self.scheme} has no KV for so many decodes of "
+                f"decode_context={self.scenario.decode_context} with GPU {gpu}; kv.capacity_tokens sets more"
+            )
+
+
+class ScenarioRun:
+    """A replay of a scenario, and what is measured in it."""
 
     def __init__(self, simulation: Simulation, scenario: Scenario) -> None:
         cluster = simulation.cluster
@@ -133,76 +206,24 @@ class ScenarioRun(Run):
             raise InputError(f"cluster.instances={cluster.instances}: a scenario has one instance")
         if not len(simulation.trace):
             raise InputError("prefills=0: a scenario measures at least one")
-        super().__init__(simulation, simulation.arrivals.apply(simulation.trace, None, simulation.seed))
+        self.simulation = simulation
         self.scenario = scenario
-        self.decodes = scenario.by_gpu(cluster.gpus)
-        self.starts_s: list[float] = []  # of the prefills, when they are submitted
-        self.ends_s: list[float] = []
-        self._gpu = [gpu for gpu, count in enumerate(self.decodes) for _ in range(count)]  # of every running decode
-        self._slot: dict[int, int] = {}  # request -> its place among them
-        self._streams: list[list[Request]] = [[] for _ in self._gpu]
+        load = simulation.arrivals.apply(simulation.trace, None, simulation.seed)
+        self.driver = SteadyDecodes(scenario, scenario.by_gpu(cluster.gpus), len(load), simulation.scheme.name)
+        self.replay = Run(simulation, load, driver=self.driver)
+        self.ledger = self.replay.ledger
 
-    @property
-    def over(self) -> bool:
-        """The last prefill has ended."""
-        return len(self.ends_s) == len(self.load)
+    def execute(self, check: bool = False) -> None:
+        """Run to the end; `check` audits after every event."""
+        self.replay.execute(None, check)
 
-    # The load
-
-    def _start_arrivals(self) -> None:
-        self.ledger.on_end.append(self._ended)
-        slot = 0
-        for count in self.decodes:
-            for index in range(count):
-                self._add_decode(slot, index * self.scenario.decode_tokens // count)
-                slot += 1
-        self._next_prefill()
-        self.env.process(self._guard())
-
-    def _guard(self) -> Generator[simpy.Event, Any, None]:
-        yield self.env.timeout(STARVED_S * len(self.load))
-        if not self.over:
-            name, done = self.simulation.scheme.name, len(self.ends_s)
-            raise InputError(f"{name}: {done} prefills ended in {self.env.now:g} s, the decodes starve the others")
-
-    def _next_prefill(self) -> None:
-        self.starts_s.append(self.env.now)
-        self._inject(len(self.starts_s) - 1, self.env.now)
-
-    def _ended(self, request: Request, time_s: float) -> None:
-        if request.status == "rejected":
-            raise InputError(f"prefill_tokens={request.prompt_tokens}: rejected, {request.reason}")
-        slot = self._slot.get(request.id)
-        if slot is None:
-            self.ends_s.append(time_s)
-            if not self.over:
-                self._next_prefill()
-        elif not self.over:
-            self._add_decode(slot, 0)
-
-    def _add_decode(self, slot: int, emitted: int) -> None:
-        """A decode that has emitted some of its tokens already."""
-        context = self.scenario.first_stored + emitted
-        request = Request(len(self._output), self.env.now, context)
-        request.emitted = 1  # with its prompt, somewhere else
-        request.first_token_s = self.env.now
-        self._output.append(1 + self.scenario.decode_tokens - emitted)
-        self._slot[request.id] = slot
-        self._streams[slot].append(request)
-        self.ledger.inject(request)
-        gpu = self._gpu[slot]
-        if not self.instances[0].preload(request, gpu):
-            name = self.simulation.scheme.name
-            raise InputError(
-                f"decodes_per_gpu={list(self.decodes)}: {name} has no KV for so many decodes of "
-                f"decode_context={self.scenario.decode_context} with GPU {gpu}; kv.capacity_tokens sets more"
-            )
-
-    # What came of it
+    def close(self) -> None:
+        """Let go of what the result does not need."""
+        self.replay.close()
 
     def outcome(self) -> ScenarioResult:
         """Everything that began before the last prefill ended."""
-        end_s = self.ends_s[-1]
+        end_s = self.driver.ends_s[-1]
         tracks = [(track, _before(track, end_s)) for track in self.ledger.tracks]
         iterations = iterations_table(self.ledger.tracks)
         iterations = iterations.filter(pc.less(iterations["start_s"], end_s))
@@ -213,22 +234,22 @@ class ScenarioRun(Run):
 
     def _description(self) -> dict[str, Any]:
         simulation = self.simulation
-        prompt = self._prompt[0]
-        total = sum(self.decodes)
-        report = simulation.scheme.kv_report(self.setup)
+        decodes, prefills = self.driver.decodes, self.driver.prefills
+        prompt = int(simulation.trace.table["prompt_tokens"][0].as_py())
+        report = simulation.scheme.kv_report(self.replay.setup)
         return {
             "kind": "scenario",
-            "label": f"{len(self.load)} prefills of {prompt} beside {total} decodes of {self.scenario.decode_context}",
+            "label": f"{prefills} prefills of {prompt} beside {sum(decodes)} decodes of {self.scenario.decode_context}",
             "scheme": simulation.scheme.name,
             "policy": simulation.policy.order,
             "model": simulation.model.name,
             "gpu": simulation.gpu.name,
             "cluster": asdict(simulation.cluster),
-            "decodes_per_gpu": list(self.decodes),
+            "decodes_per_gpu": list(decodes),
             "decode_context": self.scenario.decode_context,
             "decode_tokens": self.scenario.decode_tokens,
             "prefill_tokens": prompt,
-            "prefills": len(self.load),
+            "prefills": prefills,
             "tbt_s": simulation.slo.tbt_s,
             "kv": {"groups": report.groups, "capacity_tokens": report.capacity_tokens},
         }
@@ -237,12 +258,13 @@ class ScenarioRun(Run):
         def mean(*columns: str) -> float:
             return float(sum(np.mean(iterations[column].to_numpy()) for column in columns))
 
+        starts_s, ends_s = self.driver.starts_s, self.driver.ends_s
         gap_s = self.max_gap_s()
         breakdown = {part: mean(f"{part}_s") for part in PARTS}
         iteration_s = mean("end_s") - mean("start_s")
         return {
-            "prefill_s": [end - start for start, end in zip(self.starts_s, self.ends_s, strict=True)],
-            "prefills_per_s": len(self.ends_s) / (self.ends_s[-1] - self.starts_s[0]),
+            "prefill_s": [end - start for start, end in zip(starts_s, ends_s, strict=True)],
+            "prefills_per_s": len(ends_s) / (ends_s[-1] - starts_s[0]),
             "iterations": len(iterations),
             "max_gap_s": gap_s,
             "tbt_met": gap_s is None or gap_s <= self.simulation.slo.tbt_s * TOLERANCE,
@@ -259,17 +281,17 @@ class ScenarioRun(Run):
         A decode takes its place's stream on: its first gap starts where the last one of its predecessor ended.
         """
         largest = None
-        for stream in self._streams:
+        for stream in self.driver.streams:
             times = np.concatenate([[0.0], *map(self.ledger.token_times, stream)])
-            gaps = np.diff(times)[times[:-1] < self.ends_s[-1]]
+            gaps = np.diff(times)[times[:-1] < self.driver.ends_s[-1]]
             largest = max(float(gaps.max(initial=0.0)), largest or 0.0)
         return largest
 
     def _warnings(self, summary: dict[str, Any]) -> list[str]:
-        found = list(self.simulation.scheme.kv_report(self.setup).capacity.warnings)
+        found = list(self.simulation.scheme.kv_report(self.replay.setup).capacity.warnings)
         if summary["preemptions"]:
             found.append(f"{summary['preemptions']} preemptions: the decode load was not constant")
-        outside = sum(model.extrapolations for model in self.setup.compiled.values())
+        outside = sum(model.extrapolations for model in self.replay.setup.compiled.values())
         if outside:
             found.append(f"{outside} latency queries lay outside the measured range")
         return found

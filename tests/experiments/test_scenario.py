@@ -105,7 +105,7 @@ def test_every_scheme_runs_a_scenario_s6(scheme: str) -> None:
     words = ["latency=affine", f"scheme={scheme}", "decodes_per_gpu=2", "decode_context=600", "decode_tokens=8"]
     cfg = compose([*words, "prefill_tokens=3000", "prefills=2"], command="scenario")
     replay = ScenarioRun(build(cfg), Scenario(2, 600, 8))
-    replay.execute(None, check=True)
+    replay.execute(check=True)
     summary = replay.outcome().summary
     assert len(summary["prefill_s"]) == 2
     assert min(summary["prefill_s"]) > 0
