@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from analysis.markdown import table
 from analysis.pages.charts import Figure
 from confsim.errors import InputError
 from confsim.setup.configuration import options
@@ -89,10 +90,7 @@ class Section:
 
     def table(self, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Add a table; the first column is text, the others are numbers."""
-        self.lines.append("| " + " | ".join(head) + " |")
-        self.lines.append("|---|" + "---:|" * (len(head) - 1))
-        self.lines += ["| " + " | ".join(row) + " |" for row in rows]
-        self.lines.append("")
+        self.lines += [table(head, rows), ""]
 
     def figure(self, name: str, figure: Figure, caption: str) -> None:
         """Add a figure."""

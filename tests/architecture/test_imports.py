@@ -33,8 +33,7 @@ def imported(node: ast.AST) -> Iterator[str]:
     """Dotted names of what a syntax tree imports anywhere, apart from `if TYPE_CHECKING:` bodies."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-            for other in child.orelse:
-                yield from imported(other)
+            yield from imported(ast.Module(child.orelse, []))
         elif isinstance(child, ast.Import):
             yield from (alias.name for alias in child.names)
         elif isinstance(child, ast.ImportFrom):
