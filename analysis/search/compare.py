@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from analysis.search.cases import SchemeCase, scheme_cases
 from analysis.search.goodput import Probe, Search, SearchSettings, Task, curve_warnings
-from analysis.search.pool import Pool
+from analysis.search.old_pool import Pool
 from analysis.search.runner import FullRun, Job, Refusal, ZeroLoad
 from confsim.errors import InputError
 from confsim.outcome.result import write_json

@@ -1,133 +1,191 @@
-"""Simulations in worker processes: each loads the trace once and keeps what it has built.
+"""Work over processes: the one pool of searches, experiments and validations.
 
-A worker is `python -m analysis.search.worker`; jobs and outcomes are pickled over its standard input and output. Unlike
-`multiprocessing`, this never imports the caller's main module again, so it works from notebooks and plain scripts.
+    with Pool(function, workers) as pool:
+        future = pool.submit(a, b)                       # function(a, b) in a worker; a concurrent.futures.Future
+        for key, result in pool.completed({key: (a, b)}):  # as they end
+            ...
+        first, second = pool.together(search, another)   # functions of this process that submit and wait, side by side
+
+- `function` and what it is given are pickled, the function once for each worker, which keeps it: what an object with
+  `__call__` stores on itself (a trace, simulations) is there for the worker's next job.
+- A worker is started when a job waits and no worker is idle, up to `workers` and the cores of this machine. With
+  `workers=1` there is none: jobs run in this process, `submit` returns when its job has ended.
+- Jobs are handed out in the order in which they were submitted, each to the worker that is free first. Submit the
+  longest first.
+- Nothing of the caller's main module is imported, so that notebooks and scripts without a main guard work.
+- A job whose worker is killed is run again by a new one; a job that ends two workers is a `WorkerError`.
+- Leaving the pool ends the workers, whatever they do. They end by themselves when this process is gone, and leave
+  Ctrl-C to it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import pickle
-import selectors
-import subprocess
-import sys
-from collections import deque
-from collections.abc import Iterator, Sequence
-from types import TracebackType
-from typing import Any
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, as_completed, wait
+from contextlib import suppress
+from multiprocessing import resource_tracker
+from typing import Any, TypeVar
 
-from analysis.search.runner import Job, Runner
+from loky import cpu_count
+from loky.process_executor import ProcessPoolExecutor, TerminatedWorkerError
+
+from confsim.errors import InputError
+
+ATTEMPTS = 2  # of a job whose worker is killed
+LOOK_S = 0.5  # between two looks of a worker at whether its parent lives
+ENVIRONMENT = {"LOKY_MAX_MEMORY_LEAK_SIZE": "1e18"}  # what a worker keeps on purpose is no leak to restart it for
+NAME_LETTERS = 200  # of a job in a message
+
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
+
+# Workers start no processes; where there is no pgrep to look for some, loky kills the worker alone and complains.
+warnings.filterwarnings("ignore", "Failed to kill subprocesses on this platform", UserWarning)
 
 
 class WorkerError(RuntimeError):
-    """A worker process ended without an answer."""
+    """A job ended its worker process twice."""
+
+
+def worker_count(key: str, value: Any) -> int:
+    """The number of processes in a configuration's `key`.
+
+    Raises:
+        InputError: if it is none.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InputError(f"{key}={value}: use 1 or more processes")
+    return value
 
 
 class Pool:
-    """`workers` processes that run jobs of `cases` (resolved configurations); with one, jobs run in this process.
+    """Runs `function` in up to `workers` processes; use as a context manager. The module says how."""
 
-    Use as a context manager: leaving it ends the workers, whatever they do.
-    """
-
-    def __init__(self, cases: Sequence[dict[str, Any]], workers: int) -> None:
-        self._waiting: deque[tuple[Any, Job]] = deque()
-        self._workers = [_Worker(cases) for _ in range(workers)] if workers > 1 else []
-        self._runner = None if self._workers else Runner(cases)
+    def __init__(self, function: Callable[..., Any], workers: int) -> None:
+        self._function = function
+        self._threads = ThreadPoolExecutor(min(workers, cpu_count())) if workers > 1 else None
+        self._processes: dict[int, ProcessPoolExecutor] = {}  # one worker for each thread, by the thread's number
+        self._lock = threading.Lock()
+        self._closed = False
+        self._failure: BaseException | None = None
 
     def __enter__(self) -> Pool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for worker in self._workers:
-            worker.end()
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
-    def submit(self, key: Any, job: Job) -> None:
-        """Queue a job; its outcome comes from `outcomes` with the key."""
-        self._waiting.append((key, job))
-
-    def outcomes(self) -> Iterator[tuple[Any, Any]]:
-        """Keys and outcomes as they come, until no job is left; jobs may be submitted meanwhile.
+    def submit(self, *arguments: Any) -> Future[Any]:
+        """The future result of a job.
 
         Raises:
-            InputError: what a job raised for a user's mistake; so for any other exception of a job.
-            WorkerError: if a worker dies.
+            RuntimeError: if the pool is closed.
         """
-        if self._runner is not None:
-            while self._waiting:
-                key, job = self._waiting.popleft()
-                yield key, self._runner(job)
+        if self._threads is not None:
+            return self._threads.submit(self._run, arguments)
+        future: Future[Any] = Future()
+        try:
+            future.set_result(self._function(*arguments))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def completed(self, jobs: Mapping[K, tuple[Any, ...]]) -> Iterator[tuple[K, Any]]:
+        """Keys and results of jobs (key: arguments) as they end.
+
+        Raises:
+            Exception: what a job raised.
+            WorkerError: if a job ended its worker twice.
+        """
+        if self._threads is None:
+            for key, arguments in jobs.items():
+                yield key, self._function(*arguments)
             return
-        while True:
-            self._hand_out()
-            busy = [worker for worker in self._workers if worker.busy]
-            if not busy:
-                return
-            for worker in _ready(busy):
-                yield worker.receive()
-                self._hand_out()
+        futures = {self.submit(*arguments): key for key, arguments in jobs.items()}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
 
-    def _hand_out(self) -> None:
-        for worker in self._workers:
-            if self._waiting and not worker.busy:
-                worker.send(*self._waiting.popleft())
+    def together(self, *calls: Callable[[], T]) -> list[T]:
+        """What functions return that submit jobs and wait for them, each in a thread of its own.
+
+        Where jobs run in this process, so do the functions, one after the other. If one raises, the pool is closed, so
+        that the others end; calls may be nested.
+
+        Raises:
+            Exception: what was raised first.
+        """
+        if self._threads is None:
+            return [call() for call in calls]
+        with ThreadPoolExecutor(len(calls)) as threads:
+            futures = [threads.submit(call) for call in calls]
+            try:
+                done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+                return [future.result() for future in futures if future in done]
+            except BaseException as error:
+                self._failure = self._failure or error  # what follows it in other threads is that the pool is closed
+                self.close()
+                raise self._failure from None
+
+    def close(self) -> None:
+        """End the workers; jobs that have no result get none."""
+        if self._threads is None:
+            return
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._closed = True
+            processes = list(self._processes.values())
+        for process in processes:
+            process.shutdown(kill_workers=True)
+        self._threads.shutdown()
+
+    # --- in the threads that wait for a worker each ---
+
+    def _run(self, arguments: tuple[Any, ...]) -> Any:
+        killed: TerminatedWorkerError
+        for _ in range(ATTEMPTS):
+            try:
+                return self._handed_out(arguments).result()
+            except TerminatedWorkerError as error:
+                killed = error
+        name = str(arguments[0] if len(arguments) == 1 else arguments)[:NAME_LETTERS]
+        raise WorkerError(f"{name}: its worker process was killed {ATTEMPTS} times (out of memory?)") from killed
+
+    def _handed_out(self, arguments: tuple[Any, ...]) -> Future[Any]:
+        """A job in the worker of this thread; in a new one where there is none, or none any more."""
+        number = threading.get_ident()
+        with suppress(KeyError, TerminatedWorkerError):
+            return self._processes[number].submit(_call, arguments)  # type: ignore[no-any-return]
+        process = ProcessPoolExecutor(1, env=ENVIRONMENT, initializer=_begin, initargs=(self._function, os.getpid()))
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the pool is closed")
+            self._processes[number] = process
+        resource_tracker.ensure_running()  # which would undo the next line if it were started later
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # workers inherit it, from their first moment on
+        return process.submit(_call, arguments)  # type: ignore[no-any-return]
 
 
-def _ready(workers: Sequence[_Worker]) -> list[_Worker]:
-    with selectors.DefaultSelector() as selector:
-        for worker in workers:
-            selector.register(worker.output, selectors.EVENT_READ, worker)
-        return [key.data for key, _ in selector.select()]
+# --- in a worker -----------------------------------------------------------------------------------------------------
+
+_function: Callable[..., Any]
 
 
-class _Worker:
-    """One process, with at most one job at a time."""
+def _begin(function: Callable[..., Any], parent: int) -> None:
+    global _function
+    _function = function
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
-    def __init__(self, cases: Sequence[dict[str, Any]]) -> None:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        self._process = subprocess.Popen(
-            (sys.executable, "-m", "analysis.search.worker"),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            start_new_session=True,  # Ctrl-C reaches the parent alone, which then ends the workers
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._input, self.output = self._process.stdin, self._process.stdout
-        self._key: Any = None
-        self.busy = False
-        self._write(list(cases))
 
-    def _write(self, message: Any) -> None:
-        try:
-            pickle.dump(message, self._input)
-            self._input.flush()
-        except BrokenPipeError as error:
-            raise self._dead() from error
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(LOOK_S)
+    os._exit(1)
 
-    def send(self, key: Any, job: Job) -> None:
-        self._key, self.busy = key, True
-        self._write(job)
 
-    def receive(self) -> tuple[Any, Any]:
-        try:
-            failed, outcome = pickle.load(self.output)
-        except EOFError as error:
-            raise self._dead() from error
-        self.busy = False
-        if failed:
-            raise outcome
-        return self._key, outcome
-
-    def _dead(self) -> WorkerError:
-        code = self._process.wait()
-        return WorkerError(f"a worker process ended with code {code}; goodput.workers=1 runs without worker processes")
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self.output.close()
-        with contextlib.suppress(BrokenPipeError):  # what was left unsent has no reader any more
-            self._input.close()
+def _call(arguments: tuple[Any, ...]) -> Any:
+    return _function(*arguments)

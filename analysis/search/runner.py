@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from analysis.identity import Identifier
 from analysis.search.goodput import Probe
-from analysis.sweep.identity import Identifier
 from confsim.errors import InputError
 from confsim.setup.cache import cached_json
 from confsim.setup.provenance import digest

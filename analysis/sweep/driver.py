@@ -21,9 +21,9 @@ from typing import Any
 import pyarrow as pa
 from rich.console import Console
 
+from analysis.identity import Identifier
 from analysis.sweep.expand import Grid
 from analysis.sweep.folder import PLAN, TABLE, SweepFolder, failure_of
-from analysis.sweep.identity import Identifier
 from analysis.sweep.launch import Capacity, Launcher
 from analysis.sweep.progress import Display, Tally, display, watching
 from analysis.sweep.session import Job, Session, Task

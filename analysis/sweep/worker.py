@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from analysis.identity import code_version
 from analysis.sweep.folder import SweepFolder
-from analysis.sweep.identity import code_version
 from analysis.sweep.jobs import RUN, Shared
 from analysis.sweep.session import HEARTBEAT_S, EventLog, Job, Session, Task, process_lives
 from confsim.errors import InputError

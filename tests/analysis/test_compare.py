@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from analysis.search.compare import compare
-from analysis.search.pool import Pool, WorkerError
+from analysis.search.old_pool import Pool, WorkerError
 from analysis.search.runner import FullRun, Job, Runner, sample_by_length, scaled
 from confsim.api import load_trace
 from confsim.errors import InputError

@@ -70,8 +70,8 @@ def test_a_worker_starts(benchmark: Any, tmp_path: Path) -> None:
 
 def test_planning(benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From overrides to 1,000 resolved configurations and identities."""
+    from analysis.identity import Identifier
     from analysis.sweep.expand import expand
-    from analysis.sweep.identity import Identifier
 
     words = ["rate=range(1,101)", "slo.tbt_s=0.05,0.1", "seed=range(0,5)", f"hydra.sweep.dir={tmp_path}"]
 

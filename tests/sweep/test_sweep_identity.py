@@ -10,10 +10,10 @@ import pytest
 from omegaconf import OmegaConf
 from sweep_harness import CHEAP
 
-from analysis.sweep import identity
+from analysis import identity
+from analysis.identity import Identifier, relevant
 from analysis.sweep.api import render
 from analysis.sweep.expand import expand
-from analysis.sweep.identity import Identifier, relevant
 from confsim.errors import InputError
 from confsim.setup.configuration import compose, rewrite
 
