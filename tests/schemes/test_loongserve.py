@@ -15,8 +15,9 @@ from confsim.errors import InputError
 from confsim.latency.affine import AffineLatency
 from confsim.run.engine import Run
 from confsim.schemes.elastic.batching import Share, partition
-from confsim.schemes.elastic.dispatch import Footprint, MemoryGate
-from confsim.schemes.elastic.ring import PrefillLaw, RingCost, fit_law
+from confsim.schemes.elastic.gate import Footprint, MemoryGate
+from confsim.schemes.elastic.law import PrefillLaw, fit_law
+from confsim.schemes.elastic.ring import RingCost
 from confsim.schemes.link import KvLink
 from confsim.schemes.loongserve import LoongServe
 from confsim.specs import ClusterSpec
@@ -98,8 +99,8 @@ def test_fit_to_a_profile_is_close() -> None:
     assert run.setup.compiled[1, 1].extrapolations == 0  # the fit leaves no trace
     for degree in (1, 2, 4):
         for tokens in (512, 2048, 8192, 32768):
-            exact = instance._cost.prefill([tokens], degree).duration_s
-            assert instance._law.seconds(degree, tokens, tokens**2) == pytest.approx(exact, rel=0.35)
+            exact = instance.cost.prefill([tokens], degree).duration_s
+            assert instance.law.seconds(degree, tokens, tokens**2) == pytest.approx(exact, rel=0.35)
 
 
 # Seconds of a ring prefill of llama3_1_8b on A100s, measured by the Tetris paper: by instances, at 32k, 64k, 128k.
@@ -110,7 +111,7 @@ def test_prefill_times_are_those_that_others_measured() -> None:
     """Within 20% for long prompts; below 16k host synchronisations, which are not charged, dominate on 8 instances."""
     sim = build(compose(["scheme=loongserve", "model=llama3_1_8b", "gpu=a100_sxm", "cluster.gpus=8", "trace=fixed"]))
     run = Run(sim, sim.arrivals.apply(sim.trace, 1.0, 0))
-    cost = run.instances[0]._cost
+    cost = run.instances[0].cost
     for degree, seconds in MEASURED_S.items():
         for thousands, measured in zip((32, 64, 128), seconds, strict=True):
             assert cost.prefill([thousands * 1024], degree).duration_s == pytest.approx(measured, rel=0.2)

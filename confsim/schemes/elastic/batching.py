@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from confsim.schemes.elastic.ring import PrefillLaw
+from confsim.schemes.elastic.law import PrefillLaw
 
 
 class Share(NamedTuple):

@@ -1,23 +1,19 @@
-"""What prefill and decode cost on a ring of instances, and the fitted law that the scheduler plans with."""
+"""What prefill and decode cost on a ring of instances."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from confsim.latency.base import LatencyModel
 from confsim.run.plan import IterationTiming
 from confsim.schemes.base import Setup
 from confsim.schemes.link import KvLink
 
-BATCHES = (1, 2, 4, 8)  # requests of a fitted batch
-LEAST_LENGTH = 128  # shortest fitted prompt
 PARTIAL_BYTES = 4  # an element of a partial attention output travels in float32
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RingCost:
     """Times on `degree` instances, each a TP group with all weights.
 
@@ -69,53 +65,3 @@ class RingCost:
         if not peers or self.link is None:
             return 0.0
         return self.link.bytes_s(tokens * peers * self.query_bytes)
-
-
-@dataclass(frozen=True)
-class PrefillLaw:
-    """T(k) = A_k + B_k * sum(len) + C_k * sum(len^2) seconds on k instances; no instances take forever."""
-
-    coefficients: tuple[tuple[float, float, float], ...]  # of k = 1, 2, ...
-
-    def seconds(self, degree: int, tokens: float, squares: float) -> float:
-        """Predicted time of a batch."""
-        if degree < 1:
-            return float("inf")
-        a, b, c = self.coefficients[degree - 1]
-        return a + b * tokens + c * squares
-
-
-def fit_law(cost: RingCost, instances: int, instance_tokens: int) -> PrefillLaw:
-    """Fit T(k) to batches of equal prompts whose stripes are up to `instance_tokens`, by least relative squares."""
-    before = cost.latency.extrapolations
-    law = PrefillLaw(tuple(_fit(cost, degree, instance_tokens * degree) for degree in range(1, instances + 1)))
-    cost.latency.extrapolations = before  # the fit's own questions are not the run's
-    return law
-
-
-def _fit(cost: RingCost, degree: int, most_tokens: int) -> tuple[float, float, float]:
-    rows: list[tuple[float, float, float]] = []
-    times: list[float] = []
-    length = LEAST_LENGTH
-    while length <= max(most_tokens, LEAST_LENGTH):
-        for batch in BATCHES:
-            if batch == 1 or batch * length <= most_tokens:
-                rows.append((1.0, float(batch * length), float(batch) * length**2))
-                times.append(cost.prefill([length] * batch, degree).duration_s)
-        length *= 2
-    relative = np.array(rows) / np.array(times)[:, None]
-    return _non_negative(relative)
-
-
-def _non_negative(relative: np.ndarray) -> tuple[float, float, float]:
-    """Coefficients that bring every row closest to 1; one that would be negative is 0."""
-    active = [0, 1, 2]
-    while True:
-        found, *_ = np.linalg.lstsq(relative[:, active], np.ones(len(relative)), rcond=None)
-        if found.min() >= 0 or len(active) == 1:
-            break
-        active.pop(int(found.argmin()))
-    out = [0.0, 0.0, 0.0]
-    for index, value in zip(active, found, strict=True):
-        out[index] = max(float(value), 0.0)
-    return out[0], out[1], out[2]

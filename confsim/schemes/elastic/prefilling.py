@@ -1,0 +1,100 @@
+"""Prefill batches: grouped by the dynamic programme, their slots reserved, and run on their instances."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import simpy
+
+from confsim.run.plan import IterationTiming
+from confsim.run.request import Request
+from confsim.schemes.elastic.batch import Strand
+from confsim.schemes.elastic.batching import partition
+from confsim.schemes.elastic.law import sums_of
+from confsim.schemes.elastic.state import State
+
+
+@dataclass(slots=True)
+class Prefill:
+    """A prefill batch, its instances, and how long it takes."""
+
+    requests: list[Request]
+    instances: list[int]
+    timing: IterationTiming
+    predicted_s: float  # by the fitted law
+
+
+def longest_s(prefills: Sequence[Prefill]) -> float:
+    """Seconds until prefills that run side by side have ended."""
+    return max([prefill.timing.duration_s for prefill in prefills])
+
+
+class Prefills:
+    """Makes prefill batches and runs them."""
+
+    def __init__(self, state: State, split: bool, finish: Callable[[Request], None]) -> None:
+        self._state = state
+        self._split = split
+        self._finish = finish
+
+    def batch(self, requests: list[Request], instances: Sequence[int]) -> list[Prefill]:
+        """The dynamic programme's batches, their slots reserved and their times drawn."""
+        state = self._state
+        by_length = sorted(requests, key=lambda request: -request.target_tokens)
+        order = sorted(instances, key=lambda index: (state.slots.pools[index].held, index))
+        lengths = [request.target_tokens for request in by_length]
+        rooms = [state.room(index) for index in order]
+        shares = partition(lengths, rooms, state.law, self._split)
+        return [self._place(by_length[share.first : share.last], order[share.left : share.right]) for share in shares]
+
+    def _place(self, requests: list[Request], instances: list[int]) -> Prefill:
+        state = self._state
+        state.slots.place(requests, instances)
+        timing = state.cost.prefill([request.target_tokens for request in requests], len(instances))
+        timing = timing._replace(duration_s=timing.duration_s * state.main.noise.factor())
+        for request in requests:
+            request.status = "prefill"
+            if request.prefill_start_s < 0:
+                request.prefill_start_s = state.env.now
+        return Prefill(requests, instances, timing, state.law.batch_s(len(instances), sums_of(requests)))
+
+    def run(self, strand: Strand, prefills: list[Prefill]) -> Generator[simpy.Event, Any, list[int]]:
+        """Run prefill batches side by side until the longest has ended; returns instances that hold none of them."""
+        start_s = self._state.env.now
+        yield self._state.env.timeout(longest_s(prefills))
+        released: list[int] = []
+        for prefill in prefills:
+            self._record(strand, prefill, start_s)
+            staying = [request for request in prefill.requests if self._first_token(request)]
+            batch = self._state.slots.batch_of(staying)
+            released += [index for index in prefill.instances if index not in batch.used]
+            if staying:
+                strand.batches.append(batch)
+        return released
+
+    def _first_token(self, request: Request) -> bool:
+        """Emit the token of a prefill; true if the request goes on."""
+        state = self._state
+        request.prefilled = request.target_tokens
+        state.ledger.emit(request, state.env.now)
+        if state.ledger.oracle.left(request) > 0:
+            request.status = "paused"
+            return True
+        request.group = next(iter(state.slots.held[request.id].tokens))
+        state.slots.drop(request, None)
+        self._finish(request)
+        return False
+
+    def _record(self, strand: Strand, prefill: Prefill, start_s: float) -> None:
+        state = self._state
+        tokens = sum([request.target_tokens for request in prefill.requests])
+        share, rest = divmod(tokens, len(prefill.instances))
+        shards = [0] * state.instances
+        for place, index in enumerate(prefill.instances):
+            shards[index] = share + (place < rest)
+        strand.track.iteration(
+            start_s, start_s + prefill.timing.duration_s, prefill.timing, tuple(shards), (0,) * state.instances,
+            len(state.queue), state.used_blocks(), 0,
+        )  # fmt: skip
