@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from confsim.kv.pools import InPlaceKv, MigratingKv
+from confsim.kv.pools import InPlaceKv, KvStore, MigratingKv
 from confsim.run.plan import DecodeBatch, IterationPlan, PrefillChunk
 from confsim.run.request import Request
 from confsim.specs import KvConfig
@@ -15,7 +15,7 @@ from executor.config import Layout, ModelConfig
 Split = Callable[[int, tuple[int, ...]], tuple[int, ...]]  # tokens, decodes by group -> shards
 
 
-def kv_store(layout: Layout, model: ModelConfig, kv: KvConfig) -> MigratingKv | InPlaceKv:
+def kv_store(layout: Layout, model: ModelConfig, kv: KvConfig) -> KvStore:
     """The simulator's KV accounting for a layout."""
     assert kv.capacity_tokens is not None
     if layout.migrates:

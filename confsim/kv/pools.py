@@ -7,13 +7,15 @@ A decode's block on its own group takes `units_per_block`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from typing import Protocol
+from collections.abc import Iterable
 
 from mypy_extensions import mypyc_attr
 
 from confsim.errors import InputError
-from confsim.run.request import Request
+from confsim.run.loop import DecodeLoop
+from confsim.run.request import Request, RequestState
 from confsim.specs import KvConfig
 
 
@@ -187,53 +189,92 @@ class PromptCopies:
             pool.cached += cached
 
 
-class KvStore(Protocol):
-    """KV of one instance as its loop uses it; groups are decode groups, each with a pool."""
+@mypyc_attr(allow_interpreted_subclasses=True)
+class KvStore(ABC):
+    """KV of one instance as its loop uses it; groups are decode groups, each with a pool.
 
-    pools: tuple[BlockPool, ...]
-    block_tokens: int
-    units_per_block: int
-    copies: PromptCopies
+    A decode's block takes `units_per_block` of its group's pool. `whole_prompt`: a prompt's KV is reserved before its
+    first chunk, rather than chunk by chunk.
+    """
 
+    def __init__(self, pools: tuple[BlockPool, ...], units_per_block: int, config: KvConfig, entry_tokens: int) -> None:
+        self.block_tokens = config.block_tokens
+        self.units_per_block = units_per_block
+        self.pools = pools
+        self.copies = PromptCopies(pools, config.block_tokens, entry_tokens if config.prefix_cache else 0)
+        self.whole_prompt = config.admission == "prompt"
+
+    @abstractmethod
     def refusal(self, prompt_tokens: int, output_tokens: int) -> str:
         """Why a request could never run here, or an empty string."""
 
     def start(self, request: Request) -> bool:
-        """Reserve what a prompt needs before its first chunk."""
+        """Reserve what a prompt needs before its first chunk: all of it or, step by step, nothing yet."""
+        return self.copies.start(request, request.target_tokens if self.whole_prompt else 0)
 
+    @abstractmethod
+    def decode_units(self, request: Request) -> int:
+        """Units that `place` takes of a group's pool."""
+
+    @abstractmethod
     def place(self, request: Request, group: int) -> bool:
         """Before the last chunk: reserve the decode blocks (target + 1 tokens) on `group`."""
 
+    @abstractmethod
     def settle(self, request: Request) -> None:
         """The prompt's KV is where it decodes: what is no longer needed elsewhere is given up."""
 
     def grow(self, group: int, blocks: int) -> bool:
         """Blocks for the next token of running decodes."""
+        return self.copies.take(self.pools[group], blocks * self.units_per_block)
 
+    def shrink(self, group: int, blocks: int) -> None:
+        """Return blocks that `grow` gave."""
+        self.pools[group].held -= blocks * self.units_per_block
+
+    @abstractmethod
     def release(self, request: Request, group: int, tokens: int) -> None:
         """A request ends or is preempted with room for `tokens` on `group` (-1: only its prompt copy)."""
 
+    @abstractmethod
+    def held_beside(self, request: Request, group: int, tokens: int) -> int:
+        """Units of `group` that a request placed there holds beside its prompt's copy, with room for `tokens`."""
+
+    def audit(self, loop: DecodeLoop, holders: Iterable[Request]) -> None:
+        """Recount every pool from the requests that hold KV, of which some decode in `loop`.
+
+        Raises:
+            AssertionError: if a pool's books do not balance.
+        """
+        placed = [request for request in holders if request.state in PLACED]
+        for group, pool in enumerate(self.pools):
+            assert pool.free + pool.held + pool.cached == pool.capacity
+            assert pool.free >= 0 and pool.held >= 0 and pool.cached >= 0
+            assert pool.cached == len(self.copies.idle) * self.copies.entry_units
+            units = self.copies.held_units()
+            for request in placed:
+                units += self.held_beside(request, group, loop.room(request))
+            assert units == pool.held, (group, units, pool.held)
+
+
+PLACED = frozenset({RequestState.TRANSFER, RequestState.LANDED, RequestState.DECODE})  # where decode blocks are held
+
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class InPlaceKv:
+class InPlaceKv(KvStore):
     """One pool; a request's KV stays where its prefill put it (uniform TP, or heads spread for both phases)."""
 
-    units_per_block = 1
-
     def __init__(self, capacity_tokens: int, config: KvConfig, entry_tokens: int = 0) -> None:
-        self.block_tokens = config.block_tokens
-        self.pools = (BlockPool(capacity_tokens // config.block_tokens),)
-        self.copies = PromptCopies(self.pools, config.block_tokens, entry_tokens if config.prefix_cache else 0)
-        self.whole_prompt = config.admission == "prompt"
+        super().__init__((BlockPool(capacity_tokens // config.block_tokens),), 1, config, entry_tokens)
 
     def refusal(self, prompt_tokens: int, output_tokens: int) -> str:
         """Why a request could never run here, or an empty string."""
         need = self.copies.units(prompt_tokens + output_tokens - 1)
         return "" if need <= self.pools[0].capacity else "kv_capacity"
 
-    def start(self, request: Request) -> bool:
-        """Reserve what a prompt needs before its first chunk."""
-        return self.copies.start(request, request.target_tokens if self.whole_prompt else 0)
+    def decode_units(self, request: Request) -> int:
+        """Units for one more token than the prompt has."""
+        return self.copies.units(request.target_tokens + 1) - self.copies.held_by(request)
 
     def place(self, request: Request, group: int) -> bool:
         """Before the last chunk: room for one more token."""
@@ -242,10 +283,6 @@ class InPlaceKv:
     def settle(self, request: Request) -> None:
         """Nothing moves."""
 
-    def grow(self, group: int, blocks: int) -> bool:
-        """Blocks for the next token of running decodes."""
-        return self.copies.take(self.pools[0], blocks)
-
     def release(self, request: Request, group: int, tokens: int) -> None:
         """A request ends or is preempted with room for `tokens`."""
         if group >= 0:
@@ -253,9 +290,13 @@ class InPlaceKv:
             self.copies.private[request.id] = self.copies.units(tokens) - shared
         self.copies.release(request)
 
+    def held_beside(self, request: Request, group: int, tokens: int) -> int:
+        """Blocks that it grew by: the prompt's copy has the first `target + 1` tokens."""
+        return self.copies.units(tokens) - self.copies.units(request.target_tokens + 1)
+
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class MigratingKv:
+class MigratingKv(KvStore):
     """Prompts spread by head over all groups, moved once to the decode's group (Conflux).
 
     A shard of a block is one unit on every group, a decode's block `units_per_block` on its own. Both copies count
@@ -266,12 +307,8 @@ class MigratingKv:
     def __init__(
         self, groups: int, units_per_block: int, capacity_tokens: int, config: KvConfig, entry_tokens: int = 0
     ) -> None:
-        self.block_tokens = config.block_tokens
-        self.units_per_block = units_per_block
         capacity = capacity_tokens // config.block_tokens * units_per_block
-        self.pools = tuple(BlockPool(capacity) for _ in range(groups))
-        self.copies = PromptCopies(self.pools, config.block_tokens, entry_tokens if config.prefix_cache else 0)
-        self.whole_prompt = config.admission == "prompt"
+        super().__init__(tuple(BlockPool(capacity) for _ in range(groups)), units_per_block, config, entry_tokens)
 
     def refusal(self, prompt_tokens: int, output_tokens: int) -> str:
         """Why a request could never run here, or an empty string."""
@@ -279,22 +316,17 @@ class MigratingKv:
         need = blocks if output_tokens == 1 else blocks * (1 + self.units_per_block)
         return "" if need <= self.pools[0].capacity else "kv_capacity"
 
-    def start(self, request: Request) -> bool:
-        """Reserve the head shards of the whole prompt on all groups."""
-        return self.copies.start(request, request.target_tokens if self.whole_prompt else 0)
+    def decode_units(self, request: Request) -> int:
+        """Units of a whole copy and one more token."""
+        return self.copies.units(request.target_tokens + 1) * self.units_per_block
 
     def place(self, request: Request, group: int) -> bool:
         """Reserve the decode copy (target + 1 tokens) on its group."""
-        units = self.copies.units(request.target_tokens + 1) * self.units_per_block
-        return self.copies.take(self.pools[group], units)
+        return self.copies.take(self.pools[group], self.decode_units(request))
 
     def settle(self, request: Request) -> None:
         """The transfer is over: give up the shards (they stay in the prefix cache)."""
         self.copies.release(request)
-
-    def grow(self, group: int, blocks: int) -> bool:
-        """Blocks for the next token of running decodes."""
-        return self.copies.take(self.pools[group], blocks * self.units_per_block)
 
     def release(self, request: Request, group: int, tokens: int) -> None:
         """A request ends or is preempted."""
@@ -302,3 +334,7 @@ class MigratingKv:
             self.pools[group].held -= self.copies.units(tokens) * self.units_per_block
         else:
             self.copies.release(request)
+
+    def held_beside(self, request: Request, group: int, tokens: int) -> int:
+        """The decode copy, on its own group."""
+        return self.copies.units(tokens) * self.units_per_block if request.group == group else 0

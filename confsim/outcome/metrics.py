@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from confsim.outcome.slo import TOLERANCE, Slo
 from confsim.run.ledger import Ledger
-from confsim.run.request import Request, Slice
+from confsim.run.request import Request, RequestState, Slice
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -60,7 +60,7 @@ def latencies(ledger: Ledger, slo: Slo, counted: Bools) -> Latencies:
     for timeline, owners in by_timeline.items():
         book.many(np.array(owners), np.array(ledger.timelines[timeline]), [requests[i] for i in owners], slo)
     arrival = _of(requests, "arrival_s")
-    done = np.array([request.status == "completed" for request in requests], bool)
+    done = np.array([request.state is RequestState.COMPLETED for request in requests], bool)
     with np.errstate(divide="ignore", invalid="ignore"):
         tpot = np.where(book.tokens > 1, (book.last - book.first) / (book.tokens - 1), np.nan)
     return Latencies(
@@ -162,7 +162,7 @@ def attained(lat: Latencies, requests: list[Request], slo: Slo) -> tuple[Bools, 
 
 
 def _reason(request: Request, done: bool, in_time: bool) -> str:
-    if request.status == "rejected":
+    if request.state is RequestState.REJECTED:
         return "rejected"
     if not done:
         return "unfinished"

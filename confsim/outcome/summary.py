@@ -12,7 +12,7 @@ import pyarrow as pa
 from confsim.outcome import metrics
 from confsim.outcome.result import REQUESTS
 from confsim.run.ledger import Ledger
-from confsim.run.request import Request
+from confsim.run.request import Request, RequestState
 from confsim.schemes.base import Instance, KvReport, Scheme, Setup
 from confsim.setup import native
 from confsim.setup.provenance import provenance
@@ -64,7 +64,7 @@ def requests_table(run: Replayed) -> tuple[pa.Table, Outcome]:
     queueing = np.where(start >= 0, start - arrival, np.nan)
     rows = [request.id for request in requests]
     trace = run.load.trace.table
-    ended = {"completed": "completed", "rejected": "rejected"}
+    ended = {state: state.value for state in (RequestState.COMPLETED, RequestState.REJECTED)}
     columns: dict[str, Any] = {
         "request_id": trace["request_id"].to_numpy()[rows],
         "arrival_s": arrival,
@@ -72,7 +72,7 @@ def requests_table(run: Replayed) -> tuple[pa.Table, Outcome]:
         "output_tokens": trace["output_tokens"].to_numpy()[rows],
         "instance": [request.instance for request in requests],
         "group": [request.group for request in requests],
-        "status": [ended.get(request.status, "unfinished") for request in requests],
+        "status": [ended.get(request.state, "unfinished") for request in requests],
         "reason": [request.reason or None for request in requests],
         "queueing_s": queueing,
         "prefill_s": lat.ttft_s - queueing,
@@ -223,7 +223,7 @@ def _overloaded(run: Replayed, arrived: npt.NDArray[np.float64]) -> bool:
     served = [
         request
         for request in requests
-        if request.status != "rejected" and request.arrival_s + request.ttft_limit_s <= now
+        if request.state is not RequestState.REJECTED and request.arrival_s + request.ttft_limit_s <= now
     ]
     tail = served[-max(1, len(served) // 4) :]
     if len(served) < 8:

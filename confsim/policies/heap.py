@@ -5,7 +5,7 @@ from __future__ import annotations
 from heapq import heapify, heappop, heappush
 from typing import Any
 
-from confsim.run.request import Request
+from confsim.run.request import Request, RequestState
 
 Entry = tuple[bool, Any, int, Request]  # not preempted, key, id
 
@@ -19,7 +19,7 @@ class Lanes:
 
     def push(self, request: Request, key: float) -> None:
         """Queue by (not preempted, key, id)."""
-        lane = self.started if request.status == "prefill" else self.waiting
+        lane = self.started if request.state is RequestState.PREFILL else self.waiting
         heappush(lane, (request.preemptions == 0, key, request.id, request))
 
     def head(self, new: bool) -> list[Entry]:

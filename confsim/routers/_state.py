@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from confsim.run.request import Request
+from confsim.run.request import Request, RequestState
 
 LOOK = 8  # requests behind the oldest one whose first token is looked for at each arrival
 MEMORY = 1 << 20  # prefix blocks that a router remembers
@@ -64,7 +64,7 @@ class Backlog:
 
 
 def _is_over(request: Request) -> bool:
-    return request.first_token_s >= 0 or request.status == "rejected"
+    return request.first_token_s >= 0 or request.state is RequestState.REJECTED
 
 
 class PrefixMemory:

@@ -21,7 +21,7 @@ from confsim.routers.base import new_router
 from confsim.run.backend import open_run
 from confsim.run.drivers import Driver, driver_of
 from confsim.run.ledger import Ledger, Oracle, Watch
-from confsim.run.request import Request
+from confsim.run.request import Request, RequestState
 from confsim.schemes.base import BackendFactory, Instance, LatencySource, Scheme, Setup
 from confsim.specs import ClusterSpec, GpuSpec, KvConfig, ModelSpec
 from traces.arrivals.base import Arrivals
@@ -187,10 +187,11 @@ class Run:
     def audit(self) -> None:
         """Nothing is lost: requests by status, and the blocks of every pool."""
         ledger = self.ledger
-        status = [request.status for request in ledger.requests]
-        unfinished = sum(s not in ("completed", "rejected") for s in status)
-        assert ledger.completed == status.count("completed")
-        assert ledger.rejected == status.count("rejected")
+        states = [request.state for request in ledger.requests]
+        completed, rejected = states.count(RequestState.COMPLETED), states.count(RequestState.REJECTED)
+        unfinished = len(states) - completed - rejected
+        assert ledger.completed == completed
+        assert ledger.rejected == rejected
         assert ledger.injected == ledger.completed + ledger.rejected + unfinished
         assert unfinished == sum(instance.outstanding_requests for instance in self.instances)
         for instance in self.instances:

@@ -13,7 +13,7 @@ import simpy
 from confsim.outcome.slo import TOLERANCE, Slo
 from confsim.run.loop import DecodeLoop
 from confsim.run.record import Track
-from confsim.run.request import Request, Slice
+from confsim.run.request import Request, RequestState, Slice
 
 
 class Oracle:
@@ -151,7 +151,7 @@ class Ledger:
 
     def complete(self, request: Request, time_s: float) -> None:
         """Its last token is out."""
-        request.status = "completed"
+        request.move_to(RequestState.COMPLETED)
         self.completed += 1
         if self.watch is not None:
             self.watch.ended(request, self.token_times(request))
@@ -159,7 +159,7 @@ class Ledger:
 
     def reject(self, request: Request, reason: str, time_s: float) -> None:
         """It can never be served."""
-        request.status = "rejected"
+        request.move_to(RequestState.REJECTED)
         request.reason = reason
         self.rejected += 1
         if self.watch is not None:

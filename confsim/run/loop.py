@@ -13,7 +13,7 @@ from bisect import bisect_right
 from heapq import heappop, heappush
 
 from confsim.run.plan import DecodeBatch
-from confsim.run.request import Request, Slice
+from confsim.run.request import Request, RequestState, Slice
 
 
 class DecodeLoop:
@@ -48,7 +48,7 @@ class DecodeLoop:
         if stored % self.block_tokens == 0:
             self._prepaid[group] += 1
         heappush(self._ends, (step + tokens_left, request.id, step))
-        request.status = "decode"
+        request.move_to(RequestState.DECODE)
         request.group = group
 
     def leave(self, request: Request) -> int:
@@ -68,6 +68,12 @@ class DecodeLoop:
             request.slices.append(Slice(self.index, start, start + steps))
             request.emitted += steps
         return stored + max(1, steps + self.grown)
+
+    def room(self, request: Request) -> int:
+        """Tokens that the KV of a request has room for: what is stored and one more, or what it has grown to here."""
+        if request.state is not RequestState.DECODE:
+            return request.target_tokens + 1
+        return request.target_tokens + max(1, len(self.times) - self.starts[request.id] + self.grown)
 
     def growth(self, group: int, ahead: int = 0) -> int:
         """Blocks that the group's decodes need for the step `ahead` steps from the next one."""

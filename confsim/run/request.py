@@ -2,7 +2,55 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import NamedTuple
+
+
+class RequestState(StrEnum):
+    """Where a request is between its arrival and its end."""
+
+    QUEUED = "queued"  # waits for its first chunk, or again after a preemption
+    PREFILL = "prefill"  # has KV for its prompt and tokens of it to compute
+    TRANSFER = "transfer"  # its last chunk runs, or its KV is on the way to where it decodes
+    LANDED = "landed"  # its KV is where it decodes, from the next iteration on
+    DECODE = "decode"  # gets a token from every iteration
+    PAUSED = "paused"  # keeps its KV and steps in no loop
+    SWAPPED = "swapped"  # its KV waits in host memory
+    COMPLETED = "completed"
+    REJECTED = "rejected"
+
+
+NEXT_STATES: dict[RequestState, frozenset[RequestState]] = {
+    # LANDED and PAUSED: requests whose prompt's KV exists when they come, as in scenarios
+    RequestState.QUEUED: frozenset(
+        {
+            RequestState.PREFILL,
+            RequestState.TRANSFER,
+            RequestState.LANDED,
+            RequestState.PAUSED,
+            RequestState.REJECTED,
+        }
+    ),
+    # LANDED, PAUSED, COMPLETED: where no KV moves, at the end of the last chunk; QUEUED: preempted
+    RequestState.PREFILL: frozenset(
+        {
+            RequestState.QUEUED,
+            RequestState.TRANSFER,
+            RequestState.LANDED,
+            RequestState.PAUSED,
+            RequestState.COMPLETED,
+        }
+    ),
+    RequestState.TRANSFER: frozenset({RequestState.LANDED, RequestState.COMPLETED}),
+    RequestState.LANDED: frozenset({RequestState.DECODE}),
+    RequestState.DECODE: frozenset(
+        {RequestState.QUEUED, RequestState.PAUSED, RequestState.SWAPPED, RequestState.COMPLETED}
+    ),
+    RequestState.PAUSED: frozenset({RequestState.DECODE}),
+    RequestState.SWAPPED: frozenset({RequestState.DECODE}),
+    RequestState.COMPLETED: frozenset(),
+    RequestState.REJECTED: frozenset(),
+}
 
 
 class Slice(NamedTuple):
@@ -33,7 +81,7 @@ class Request:
         "reason",
         "session",
         "slices",
-        "status",
+        "state",
         "target_tokens",
         "ttft_limit_s",
     )
@@ -60,7 +108,7 @@ class Request:
         self.group = -1  # decode group
         self.instance = 0
         self.preemptions = 0
-        self.status = "queued"  # queued, prefill, decode, completed, rejected
+        self.state = RequestState.QUEUED
         self.reason = ""  # why it was rejected
         self.prefill_start_s = -1.0  # start of the iteration of its first chunk
         self.prefill_done_s = -1.0
@@ -77,13 +125,23 @@ class Request:
         """Tokens still to prefill."""
         return self.target_tokens - self.prefilled
 
+    def move_to(self, state: RequestState) -> None:
+        """Enter another state.
+
+        Raises:
+            RuntimeError: for a transition that `NEXT_STATES` does not have.
+        """
+        if state not in NEXT_STATES[self.state]:
+            raise RuntimeError(f"request {self.id} cannot go from {self.state} to {state}")
+        self.state = state
+
     def requeue(self) -> None:
         """Preempted: prompt and emitted tokens will be computed anew."""
-        self.status = "queued"
+        self.move_to(RequestState.QUEUED)
         self.prefilled = 0
         self.group = -1
         self.target_tokens = self.prompt_tokens + self.emitted
         self.preemptions += 1
 
     def __repr__(self) -> str:
-        return f"Request({self.id}, {self.status}, prefilled {self.prefilled}/{self.target_tokens})"
+        return f"Request({self.id}, {self.state}, prefilled {self.prefilled}/{self.target_tokens})"

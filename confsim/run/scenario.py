@@ -20,7 +20,7 @@ from confsim.outcome.slo import TOLERANCE
 from confsim.run.drivers import Target
 from confsim.run.engine import Run, Simulation
 from confsim.run.record import Track, iterations_table
-from confsim.run.request import Request
+from confsim.run.request import Request, RequestState
 from confsim.setup.provenance import provenance
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class SteadyDecodes:
         run.inject(len(self.starts_s) - 1, run.env.now)
 
     def _ended(self, run: Target, request: Request, time_s: float) -> None:
-        if request.status == "rejected":
+        if request.state is RequestState.REJECTED:
             raise InputError(f"prefill_tokens={request.prompt_tokens}: rejected, {request.reason}")
         slot = self._slot.get(request.id)
         if slot is None:

@@ -13,14 +13,14 @@ from typing import Any
 import simpy
 from mypy_extensions import mypyc_attr
 
-from confsim.kv.pools import BlockPool, InPlaceKv, MigratingKv
+from confsim.kv.pools import BlockPool, KvStore
 from confsim.policies.base import Dispatch, GroupLoad, Placement
 from confsim.run.backend import Backend
 from confsim.run.holders import Holders
 from confsim.run.model_backend import ModelBackend
 from confsim.run.plan import DecodeBatch, DecodeLoad, IterationPlan, IterationTiming, PrefillChunk
 from confsim.run.record import DecodeRun
-from confsim.run.request import Request
+from confsim.run.request import Request, RequestState
 from confsim.schemes.base import Instance, Setup
 from confsim.schemes.cost import CoBatchCost
 from confsim.schemes.fill import Fill, Limits
@@ -37,7 +37,7 @@ class CoBatchInstance(Instance):
         setup: Setup,
         name: str,
         cost: CoBatchCost,
-        kv: InPlaceKv | MigratingKv,
+        kv: KvStore,
         limits: Limits,
         dispatch: Callable[[Sequence[int]], Dispatch],
         placement: Placement,
@@ -102,24 +102,7 @@ class CoBatchInstance(Instance):
 
     def audit(self) -> None:
         """Recount what the pools hold."""
-        kv, loop = self.kv, self.loop
-        for group, pool in enumerate(kv.pools):
-            assert pool.free + pool.held + pool.cached == pool.capacity
-            assert pool.free >= 0 and pool.held >= 0 and pool.cached >= 0
-            assert pool.cached == len(kv.copies.idle) * kv.copies.entry_units
-            units = kv.copies.held_units()
-            for request in self._holders:
-                if request.status == "decode":
-                    steps = max(1, len(loop.times) - loop.starts[request.id] + loop.grown)
-                    blocks = kv.copies.units(request.target_tokens + steps)
-                    if isinstance(kv, InPlaceKv):
-                        units += blocks - kv.copies.units(request.target_tokens + 1)
-                    elif request.group == group:
-                        units += blocks * kv.units_per_block
-                elif request.status in ("transfer", "landed") and isinstance(kv, MigratingKv):
-                    blocks = kv.copies.units(request.target_tokens + 1)
-                    units += blocks * kv.units_per_block * (request.group == group)
-            assert units == pool.held, (group, units, pool.held)
+        self.kv.audit(self.loop, self._holders)
 
     def counters(self) -> Mapping[str, float]:
         """Iterations that overlap made slower, and what a group waited for others in decode-only iterations."""
@@ -200,12 +183,12 @@ class CoBatchInstance(Instance):
         steps, planned = bisect_left(run.ends_s, self.env.now) + 1, len(run.ends_s)
         if steps >= planned:
             return
-        loop, units = self.loop, self.kv.units_per_block
+        loop = self.loop
         run.cut(steps)
         loop.retreat(planned - steps)
         for step in range(1, planned - steps + 1):
-            for group, pool in enumerate(self.kv.pools):
-                pool.held -= loop.growth(group, step) * units
+            for group in range(len(self.kv.pools)):
+                self.kv.shrink(group, loop.growth(group, step))
         self._track.cut_run(steps)
         self._process.interrupt()
 
@@ -281,7 +264,7 @@ class CoBatchInstance(Instance):
 
     def _undo_growth(self, groups: int) -> bool:
         for group in range(groups):
-            self.kv.pools[group].held -= self.loop.growth(group) * self.kv.units_per_block
+            self.kv.shrink(group, self.loop.growth(group))
         return False
 
     def _chunks(self, now_s: float, load: DecodeLoad) -> tuple[PrefillChunk, ...]:
@@ -297,7 +280,7 @@ class CoBatchInstance(Instance):
             if request is None:
                 break
             aside.append(request)
-            fresh = request.status == "queued"
+            fresh = request.state is RequestState.QUEUED
             if fresh and not self._start(request):
                 new = False
                 self._blocked = True
@@ -309,7 +292,7 @@ class CoBatchInstance(Instance):
                 fill.set_decodes(self.cost.load(self.loop.batches))
             if outcome == "accepted":
                 aside.pop()
-                if request.status == "prefill":
+                if request.state is RequestState.PREFILL:
                     break
                 continue
             if fresh:
@@ -339,13 +322,13 @@ class CoBatchInstance(Instance):
             request.prefill_start_s = self.env.now
         if last:
             self._partials.pop(request.id, None)
-            request.status = "transfer"
+            request.move_to(RequestState.TRANSFER)
             request.group = group
             if group >= 0:
                 self._coming[group] += request.target_tokens + 1
-        else:
+        elif fresh:
             self._partials[request.id] = request
-            request.status = "prefill"
+            request.move_to(RequestState.PREFILL)
         return "accepted"
 
     # KV of a request
@@ -374,10 +357,7 @@ class CoBatchInstance(Instance):
 
     def _place(self, request: Request) -> int:
         """Reserve the decode's blocks; the oldest holder makes room, others wait."""
-        units = self.kv.copies.units(request.target_tokens + 1)
-        need = units * self.kv.units_per_block
-        if isinstance(self.kv, InPlaceKv):
-            need = units - self.kv.copies.held_by(request)
+        need = self.kv.decode_units(request)
         while True:
             group = self._placement.choose(self._group_loads(), need)
             if group >= 0 and self.kv.place(request, group):
@@ -412,7 +392,7 @@ class CoBatchInstance(Instance):
 
     def _preempt(self, request: Request) -> None:
         """Give up its KV and return it ahead of the queue, to recompute prompt and emitted tokens."""
-        if request.status == "decode":
+        if request.state is RequestState.DECODE:
             tokens = self.loop.leave(request)
             self.kv.release(request, request.group, tokens)
         else:
@@ -458,7 +438,7 @@ class CoBatchInstance(Instance):
 
     def _land(self, request: Request) -> None:
         self.kv.settle(request)
-        request.status = "landed"
+        request.move_to(RequestState.LANDED)
         self._landed.append(request)
 
     def _finish(self, request: Request) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from confsim.errors import InputError
-from confsim.kv.pools import InPlaceKv, MigratingKv
+from confsim.kv.pools import InPlaceKv, KvStore, MigratingKv
 from confsim.parallel import split_heads
 from confsim.schemes.base import Instance, KvReport, Setup, group_kv
 from confsim.schemes.cobatch import CoBatchInstance
@@ -65,7 +65,7 @@ class Conflux:
         tp, sp = setup.cluster.tp, setup.cluster.groups
         return group_kv(setup, tp, sp, self.max_batched_tokens, self.spread_decode)
 
-    def _kv(self, setup: Setup) -> InPlaceKv | MigratingKv:
+    def _kv(self, setup: Setup) -> KvStore:
         report = self.kv_report(setup)
         if report.groups == 1:
             return InPlaceKv(report.capacity_tokens, setup.kv, setup.entry_tokens)

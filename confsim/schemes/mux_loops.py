@@ -15,12 +15,12 @@ from typing import Any
 
 import simpy
 
-from confsim.kv.pools import BlockPool, InPlaceKv
+from confsim.kv.pools import BlockPool, KvStore
 from confsim.outcome.slo import TOLERANCE
 from confsim.run.holders import Holders
 from confsim.run.plan import IterationTiming
 from confsim.run.record import DecodeRun
-from confsim.run.request import Request
+from confsim.run.request import Request, RequestState
 from confsim.schemes.base import Instance, Setup
 from confsim.schemes.cost import CoBatchCost, in_turn
 from confsim.schemes.mux_cost import FULL, Contention, MuxCost, PrefillTime
@@ -54,7 +54,7 @@ class MuxInstance(Instance):
     """Both loops over one KV pool."""
 
     def __init__(
-        self, setup: Setup, name: str, cost: MuxCost, kv: InPlaceKv, limits: MuxLimits, contention: Contention
+        self, setup: Setup, name: str, cost: MuxCost, kv: KvStore, limits: MuxLimits, contention: Contention
     ) -> None:
         super().__init__(setup)
         self.cost = cost
@@ -115,16 +115,7 @@ class MuxInstance(Instance):
 
     def audit(self) -> None:
         """Recount what the pool holds."""
-        pool, copies, loop = self.kv.pools[0], self.kv.copies, self.loop
-        assert pool.free + pool.held + pool.cached == pool.capacity
-        assert pool.free >= 0 and pool.held >= 0 and pool.cached >= 0
-        assert pool.cached == len(copies.idle) * copies.entry_units
-        units = copies.held_units()
-        for request in self._holders:
-            if request.status == "decode":
-                steps = max(1, len(loop.times) - loop.starts[request.id] + loop.grown)
-                units += copies.units(request.target_tokens + steps) - copies.units(request.target_tokens + 1)
-        assert units == pool.held, (units, pool.held)
+        self.kv.audit(self.loop, self._holders)
 
     def counters(self) -> dict[str, int]:
         """Long prefills that were preempted by short ones."""
@@ -317,7 +308,7 @@ class MuxInstance(Instance):
 
     def _land(self, request: Request) -> None:
         request.prefilled = request.target_tokens
-        request.status = "landed"
+        request.move_to(RequestState.LANDED)
         request.group = 0
         self._landed.append(request)
 
@@ -393,7 +384,7 @@ class MuxInstance(Instance):
         if not (kv.place(request, 0) if decodes else kv.copies.extend(request, request.target_tokens)):
             kv.copies.cancel(request)
             return False
-        request.status = "prefill"
+        request.move_to(RequestState.PREFILL)
         self._holders.add(request)
         return True
 
@@ -407,7 +398,7 @@ class MuxInstance(Instance):
 
     def _preempt(self, request: Request) -> None:
         """Give up its KV and return it ahead of the queue, to recompute prompt and emitted tokens."""
-        if request.status == "decode":
+        if request.state is RequestState.DECODE:
             self.kv.release(request, 0, self.loop.leave(request))
         else:
             self._drop(request)

@@ -13,7 +13,7 @@ from confsim.policies.base import Order
 from confsim.policies.order.deadline import Order as Deadline
 from confsim.policies.order.fcfs import Order as Fcfs
 from confsim.policies.order.srpf import Order as Srpf
-from confsim.run.request import Request
+from confsim.run.request import Request, RequestState
 
 
 def drain(order: Order, predict: Callable[[Request], float] = lambda request: 0.0, now_s: float = 0.0) -> list[int]:
@@ -43,7 +43,8 @@ def test_fcfs_ties_by_trace_order() -> None:
 def test_srpf_by_what_remains() -> None:
     order = Srpf()
     started = Request(0, 0.0, 100)
-    started.status, started.prefilled = "prefill", 95
+    started.move_to(RequestState.PREFILL)
+    started.prefilled = 95
     for request in (Request(1, 0.0, 6), Request(2, 0.0, 4), Request(3, 0.0, 4), started):
         order.push(request)
     assert drain(order) == [2, 3, 0, 1]
@@ -53,7 +54,7 @@ def test_only_started_ones_when_nothing_new_may_start() -> None:
     for name in ORDERS:
         order = Policy(name).new_order()
         started = Request(1, 0.2, 50, 1.0)
-        started.status = "prefill"
+        started.move_to(RequestState.PREFILL)
         order.push(Request(0, 0.0, 10, 1.0))
         order.push(started)
         taken = order.pop(0.0, lambda request: 0.0, new=False)

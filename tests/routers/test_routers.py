@@ -13,7 +13,7 @@ from confsim import api
 from confsim.errors import InputError
 from confsim.routers._state import Backlog, PrefixMemory
 from confsim.routers.base import Router, new_router
-from confsim.run.request import Request
+from confsim.run.request import Request, RequestState
 from confsim.setup.configuration import compose
 
 NAMES = ["least_requests", "least_tokens", "prefix_aware", "round_robin", "slo_aware"]
@@ -111,7 +111,7 @@ def test_a_backlog_forgets_what_was_rejected() -> None:
     one, two = request(0), request(1)
     backlog.add(one, 100)
     backlog.add(two, 50)
-    one.status = "rejected"
+    one.move_to(RequestState.REJECTED)
     backlog.settle()
     assert backlog.tokens == 50
     assert backlog.pace_s is None  # nothing was learned

@@ -11,7 +11,7 @@ import simpy
 
 from confsim.kv.pools import BlockPool
 from confsim.run.record import DecodeRun
-from confsim.run.request import Request
+from confsim.run.request import Request, RequestState
 from confsim.schemes.base import Setup
 from confsim.schemes.cost import CoBatchCost
 from confsim.schemes.disagg.prefill import PrefillWorker
@@ -80,8 +80,7 @@ class DecodeWorker:
         self.pool.held += self._units(request)
         request.prefilled = request.target_tokens
         request.group = self.index
-        self._waiting.append(request)
-        self._rouse()
+        self._land(request)
         return True
 
     def audit(self) -> None:
@@ -145,6 +144,10 @@ class DecodeWorker:
         yield self._env.timeout(self._transfer_s(request.target_tokens))
         source.pulled(request)
         del self._in_transfer[request.id]
+        self._land(request)
+
+    def _land(self, request: Request) -> None:
+        request.move_to(RequestState.LANDED)
         self._waiting.append(request)
         self._rouse()
 
@@ -177,7 +180,7 @@ class DecodeWorker:
         self.pool.held -= -(-loop.leave(request) // self._block_tokens)
         request.target_tokens = request.prompt_tokens + request.emitted - 1  # what is stored
         request.prefilled = request.target_tokens
-        request.status = "swapped"
+        request.move_to(RequestState.SWAPPED)
         request.preemptions += 1
         self._ledger.preemptions += 1
         self.swaps += 1

@@ -11,7 +11,7 @@ import simpy
 from confsim.kv.pools import BlockPool, PromptCopies
 from confsim.latency.base import LatencyModel
 from confsim.run.plan import IterationTiming
-from confsim.run.request import Request
+from confsim.run.request import Request, RequestState
 from confsim.schemes.base import Setup
 
 
@@ -123,7 +123,7 @@ class PrefillWorker:
                 self._queue.push(request)
                 break
             tokens += request.remaining_prefill
-            request.status = "prefill"
+            request.move_to(RequestState.PREFILL)
             request.prefill_start_s = self._env.now
             batch.append(request)
         return batch
@@ -149,7 +149,7 @@ class PrefillWorker:
         self.copies.written(request)
         self._ledger.emit(request, self._env.now)
         if self._ledger.oracle.left(request) > 0:
-            request.status = "transfer"
+            request.move_to(RequestState.TRANSFER)
             self._hand_over(request, self)
             return
         self.copies.release(request)

@@ -9,7 +9,7 @@ from typing import Any
 import simpy
 
 from confsim.run.plan import IterationTiming
-from confsim.run.request import Request
+from confsim.run.request import Request, RequestState
 from confsim.schemes.elastic.batch import Strand
 from confsim.schemes.elastic.batching import partition
 from confsim.schemes.elastic.law import sums_of
@@ -55,7 +55,7 @@ class Prefills:
         timing = state.cost.prefill([request.target_tokens for request in requests], len(instances))
         timing = timing._replace(duration_s=timing.duration_s * state.main.noise.factor())
         for request in requests:
-            request.status = "prefill"
+            request.move_to(RequestState.PREFILL)
             if request.prefill_start_s < 0:
                 request.prefill_start_s = state.env.now
         return Prefill(requests, instances, timing, state.law.batch_s(len(instances), sums_of(requests)))
@@ -80,7 +80,7 @@ class Prefills:
         request.prefilled = request.target_tokens
         state.ledger.emit(request, state.env.now)
         if state.ledger.oracle.left(request) > 0:
-            request.status = "paused"
+            request.move_to(RequestState.PAUSED)
             return True
         request.group = next(iter(state.slots.held[request.id].tokens))
         state.slots.drop(request, None)

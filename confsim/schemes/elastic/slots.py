@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from confsim.kv.pools import BlockPool
 from confsim.run.ledger import Oracle
-from confsim.run.request import Request
+from confsim.run.request import Request, RequestState
 from confsim.schemes.elastic.batch import Batch, Strand
 
 
@@ -82,6 +82,7 @@ class Slots:
         self.pools[instance].held += tokens
         self.held[request.id] = Held({instance: tokens})
         request.prefilled = tokens
+        request.move_to(RequestState.PAUSED)
         batch.members[request.id] = request
         batch.hold(instance, tokens)
 
@@ -113,7 +114,7 @@ class Slots:
         for request in batch.members.values():
             self.settle(request, strand).master = -1
             strand.loop.leave(request)
-            request.status = "paused"
+            request.move_to(RequestState.PAUSED)
         batch.strand = None
 
     def leave(self, request: Request, batch: Batch, strand: Strand) -> None:
