@@ -6,11 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from confsim.run.plan import DecodeBatch, IterationPlan, PrefillChunk
-from executor.config import Layout, Sampling
+from confsim.run.plan import DecodeBatch, IterationPlan
+from executor.config import Sampling
 from executor.runtime import ExecutedIteration, Runtime
-
-LAYOUT_OF_SCHEME = {"conflux": "xp", "chunked_prefill": "tp", "uniform_sp": "sp"}
 
 
 def derive_tokens(request: int, count: int, vocab_size: int, seed: int = 0) -> np.ndarray:
@@ -38,7 +36,8 @@ class LiveBackend:
         self.last: ExecutedIteration | None = None
         vocab_size = runtime.model.vocab_size
         self._prompts = prompts or (lambda request, count: derive_tokens(request, count, vocab_size, seed))
-        self._known: set[int] = set()
+        self._known: set[int] = set()  # prompts that the runtime holds
+        self._seen: set[int] = set()
 
     def submit(self, plan: IterationPlan) -> None:
         """Start an iteration; requests that are new to the ranks get their prompts first, and only they keep them."""
@@ -49,8 +48,10 @@ class LiveBackend:
             request = chunk.request
             if request.id not in self._known:
                 self._known.add(request.id)
+                self._seen.add(request.id)
                 self.runtime.add(request.id, self._prompts(request.id, request.prompt_tokens), self.sampling)
-        self.runtime.submit(spread_plan(plan, self.runtime.layout))
+        layout = self.runtime.layout
+        self.runtime.submit(layout.rules.arranged(plan, layout.groups))
 
     def result(self) -> ExecutedIteration:
         """Wait for the iteration submitted first among those not yet taken."""
@@ -58,27 +59,15 @@ class LiveBackend:
         self.iterations += 1
         return self.last
 
+    def forget(self) -> None:
+        """Free what ranks and driver keep of every request, as if none had ever come."""
+        batches = tuple(DecodeBatch(group) for group in range(self.runtime.layout.groups))
+        self.runtime.run(IterationPlan((), batches, tuple(sorted(self._known))))
+        for request in self._seen:
+            self.runtime.forget(request)
+        self._known.clear()
+        self._seen.clear()
+
     def close(self) -> None:
         """End the ranks; harmless when repeated."""
         self.runtime.close()
-
-
-def spread_plan(plan: IterationPlan, layout: Layout) -> IterationPlan:
-    """A plan that counts all groups as one (a scheme that spreads everything evenly), shared out over the groups.
-
-    A chunk is cut evenly; a request's decode tokens are computed by group `id % groups`. Other plans stay as they are.
-    """
-    groups = layout.groups
-    if layout.kind != "sp" or groups == 1 or len(plan.decode) > 1:
-        return plan
-    batches = tuple(DecodeBatch(group) for group in range(groups))
-    for batch in plan.decode:
-        for request in batch.members.values():
-            batches[request.id % groups].members[request.id] = request
-    return IterationPlan(tuple(_spread_chunk(chunk, groups) for chunk in plan.prefill), batches, plan.released)
-
-
-def _spread_chunk(chunk: PrefillChunk, groups: int) -> PrefillChunk:
-    share, rest = divmod(chunk.tokens, groups)
-    shards = tuple(share + (group < rest) for group in range(groups))
-    return chunk._replace(shards=shards, group=chunk.request.id % groups if chunk.group >= 0 else -1)

@@ -200,7 +200,7 @@ def memberships(layout: Layout) -> dict[str, list[list[int]]]:
     across = [[group * layout.tp + tp for group in range(layout.groups)] for tp in range(layout.tp)]
     inside = [[group * layout.tp + tp for tp in range(layout.tp)] for group in range(layout.groups)]
     roles = {"exchange": across, "transfer": across, "tensor": inside}
-    if layout.kind == "mux":
+    if layout.rules.two_passes:
         roles["tensor_second"] = inside
     return roles
 

@@ -10,9 +10,10 @@ from typing import Any
 from confsim.errors import InputError
 from confsim.parallel import HeadSplit, split_heads, split_heads_xp
 from confsim.specs import KvConfig, ModelSpec
+from executor.layouts import layout_kind
+from executor.layouts.base import LayoutKind
 
 FAMILIES = ("llama", "qwen3")
-LAYOUTS = ("xp", "tp", "sp", "mux")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -94,16 +95,19 @@ class Layout:
     tp: int = 1
 
     def __post_init__(self) -> None:
-        if self.kind not in LAYOUTS:
-            raise InputError(f"executor.layout.kind={self.kind}: unknown, use one of {', '.join(LAYOUTS)}")
         for key in ("groups", "tp"):
             if getattr(self, key) < 1:
                 raise InputError(f"executor.layout.{key}={getattr(self, key)}: use 1 or more")
-        if self.kind in ("tp", "mux") and self.groups != 1:
+        if self.rules.one_group and self.groups != 1:
             raise InputError(
                 f"executor.layout.groups={self.groups}: a {self.kind} layout is one group, "
                 "use executor.layout.groups=1 and set executor.layout.tp"
             )
+
+    @property
+    def rules(self) -> LayoutKind:
+        """What its kind says of it."""
+        return layout_kind(self.kind)
 
     @property
     def ranks(self) -> int:
@@ -113,7 +117,7 @@ class Layout:
     @property
     def migrates(self) -> bool:
         """Whether a prompt's KV moves to the group of its decode."""
-        return self.kind == "xp" and self.groups > 1
+        return self.rules.moves_prompts and self.groups > 1
 
     def heads(self, model: ModelConfig) -> tuple[HeadSplit, HeadSplit]:
         """Heads of a rank in its TP group, and of its share in the exchange over groups.
@@ -121,11 +125,11 @@ class Layout:
         Raises:
             InputError: if the model cannot be split so (the rule of `confsim.parallel`).
         """
-        for key in ("intermediate_size",):
-            if getattr(model, key) % self.tp:
-                raise InputError(
-                    f"executor.model.{key}={getattr(model, key)} does not divide over executor.layout.tp={self.tp}"
-                )
+        if model.intermediate_size % self.tp:
+            raise InputError(
+                f"executor.model.intermediate_size={model.intermediate_size} does not divide over "
+                f"executor.layout.tp={self.tp}"
+            )
         return split_heads_xp(model.num_attention_heads, model.num_key_value_heads, self.tp, self.groups)
 
     def shards_per_block(self, model: ModelConfig) -> int:

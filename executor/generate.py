@@ -1,186 +1,160 @@
-"""`confsim run`: generate tokens end to end on real ranks."""
+"""`confsim run`: generate tokens end to end on real ranks, planned by the simulator's schemes."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from confsim.errors import InputError
+from confsim.latency.affine import AffineLatencyConfig
 from confsim.outcome.result import write_json
+from confsim.outcome.slo import Slo
+from confsim.policies import Policy
+from confsim.run.engine import Simulation
+from confsim.specs import ClusterSpec, GpuSpec
+from executor.backend import LiveBackend
 from executor.config import ExecutorConfig, ModelConfig, Sampling
 from executor.errors import RankError
+from executor.prompts import Prompt, load_tokenizer, read_prompts
 from executor.runtime import ExecutedIteration, Runtime
-from executor.schedule import Schedule
+from traces.arrivals.recorded import Recorded
 from traces.files import write_whole
+from traces.load import Load
+from traces.trace import SCHEMA, Trace
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
-
-
-class Tokenizer(Protocol):
-    """Text to ids and back."""
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids."""
-
-
-class ByteTokenizer:
-    """For models without a tokenizer: ids are the bytes of UTF-8; ids above 255 decode to nothing."""
-
-    def __init__(self, model: ModelConfig) -> None:
-        if model.vocab_size < 256:
-            raise InputError(
-                f"prompts: a model with {model.vocab_size} tokens and no tokenizer takes token ids, not text "
-                "(prompts=[[1,2,3]])"
-            )
-
-    def encode(self, text: str) -> list[int]:
-        """Bytes."""
-        return list(text.encode())
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Bytes that are one; what is not UTF-8 is replaced."""
-        return bytes(i for i in ids if i < 256).decode(errors="replace")
-
-
-def load_tokenizer(model: ModelConfig) -> Tokenizer:
-    """The tokenizer in the folder of the model's weights, else bytes.
-
-    Raises:
-        InputError: if there is one but transformers is not installed.
-    """
-    folder = Path(model.weights) if model.weights else None
-    if folder is None or not any((folder / name).exists() for name in TOKENIZER_FILES):
-        return ByteTokenizer(model)
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise InputError(f"{folder} has a tokenizer that needs transformers: pip install transformers") from error
-    return cast(Tokenizer, AutoTokenizer.from_pretrained(folder))
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """Token ids, and the text that they came from if there was one."""
-
-    ids: np.ndarray
-    text: str | None
-
-
-@dataclass
-class Output:
-    """What a prompt led to; `reason` says why it was refused."""
-
-    prompt: Prompt
-    tokens: list[int] = field(default_factory=list)
-    reason: str = ""
+NO_LIMIT = Slo(ttft_s=1e9, tbt_s=1e9)  # iterations are bounded by their tokens, not by a predicted time
+HOST = GpuSpec("executor", 1 << 40, 1e12, 1e12, 1e12, 1)  # memory is given in tokens: nothing is derived from this
 
 
 @dataclass(frozen=True)
 class Generation:
-    """Outputs in the order of the prompts, and what the iterations measured."""
+    """What prompts led to, by their position, and what the iterations measured.
 
-    outputs: list[Output]
+    `refused` says why a prompt was not served (empty: it was); `logits` are there where the runtime keeps them.
+    """
+
+    tokens: list[list[int]]
+    logits: list[list[np.ndarray]]
+    refused: list[str]
+    preemptions: int
     iterations: list[ExecutedIteration]
     wall_s: float
-    facts: dict[str, object]
 
 
-def read_prompts(given: Any, model: ModelConfig) -> list[Prompt]:
-    """Prompts from a text, a list of texts or of id lists, a .txt file (one a line), or a .jsonl file.
+class PromptBackend(LiveBackend):
+    """Ranks that are given prompts, and stay when the run ends; `executed` has every iteration."""
 
-    A line of a .jsonl file holds `prompt` (text) or `token_ids`.
+    def __init__(self, runtime: Runtime, sampling: Sampling | None = None) -> None:
+        super().__init__(runtime, lambda request, count: self.given[request], sampling)
+        self.given: Sequence[np.ndarray] = ()
+        self.executed: list[ExecutedIteration] = []
 
-    Raises:
-        InputError: for anything else, naming the line.
-    """
-    items = [given] if isinstance(given, str) else list(given or [])
-    if isinstance(given, str) and Path(given).suffix in (".txt", ".jsonl"):
-        items = _read_file(Path(given))
-    if not items:
-        raise InputError("prompts is empty: give texts, lists of token ids, or a .txt or .jsonl file")
-    is_text = any(isinstance(item, str) for item in items)
-    tokenizer = load_tokenizer(model) if is_text else None
-    return [_prompt(item, tokenizer, index) for index, item in enumerate(items)]
+    def create(self, *_: object) -> PromptBackend:
+        """The backend of the only loop."""
+        return self
 
-
-def _prompt(item: Any, tokenizer: Tokenizer | None, index: int) -> Prompt:
-    if isinstance(item, str) and tokenizer is not None:
-        return Prompt(np.asarray(tokenizer.encode(item), dtype=np.int64), item)
-    try:
-        return Prompt(np.asarray([int(i) for i in item], dtype=np.int64), None)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"prompts[{index}]={item!r}: expected a text or a list of token ids") from error
-
-
-def _read_file(path: Path) -> list[Any]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise InputError(f"prompts={path}: cannot be read ({error})") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"prompts={path}: not UTF-8 text; is this a binary file?") from error
-    if path.suffix == ".txt":
-        return [line for line in lines if line.strip()]
-    return [_json_line(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
-
-
-def _json_line(path: Path, number: int, line: str) -> Any:
-    try:
-        row = json.loads(line)
-        return row["token_ids"] if "token_ids" in row else row["prompt"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path}:{number}: expected an object with prompt or token_ids") from error
+    def result(self) -> ExecutedIteration:
+        """Wait for the iteration, and keep it."""
+        self.executed.append(super().result())
+        return self.executed[-1]
 
 
 def generate(
-    runtime: Runtime, prompts: list[Prompt], max_tokens: int, chunk_tokens: int, sampling: Sampling
+    runtime: Runtime,
+    prompts: Sequence[np.ndarray],
+    max_tokens: int | Sequence[int],
+    chunk_tokens: int = 512,
+    sampling: Sampling | None = None,
+    backend: PromptBackend | None = None,
+    change: Callable[[Simulation], Simulation] = lambda simulation: simulation,
 ) -> Generation:
-    """Run all prompts to their end on a running runtime."""
-    begin = time.perf_counter()
-    schedule = Schedule(runtime.layout, runtime.model, runtime.kv, chunk_tokens)
-    outputs = [Output(prompt) for prompt in prompts]
-    for request, output in enumerate(outputs):
-        if not len(output.prompt.ids):
-            output.reason = "empty_prompt"
-            continue
-        output.reason = schedule.add(request, len(output.prompt.ids), max_tokens)
-        if not output.reason:
-            runtime.add(request, output.prompt.ids, sampling)
-    iterations = []
-    while not schedule.done:
-        done = runtime.run(schedule.plan())
-        schedule.finish()
-        iterations.append(done)
-        for request, token in done.tokens.items():
-            outputs[request].tokens.append(token)
-    facts = runtime.ready[0].facts if runtime.ready else {}
-    return Generation(outputs, iterations, time.perf_counter() - begin, facts)
+    """Run prompts to their end on a running runtime, which is free for others afterwards.
+
+    They arrive together and get `max_tokens` tokens each; an iteration has about `chunk_tokens` over all groups.
+    `change` may replace parts of the simulation that plans it.
+
+    Raises:
+        InputError: for token ids that the model does not have.
+        RankError: if a rank fails.
+    """
+    began = time.perf_counter()
+    limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
+    kept = [index for index, ids in enumerate(prompts) if len(ids)]
+    for index in kept:
+        runtime.check_ids(prompts[index], f"prompts[{index}] has")
+    refused = ["" if len(ids) else "empty_prompt" for ids in prompts]
+    tokens: list[list[int]] = [[] for _ in prompts]
+    logits: list[list[np.ndarray]] = [[] for _ in prompts]
+    backend = backend or PromptBackend(runtime, sampling)
+    backend.given = [prompts[index] for index in kept]
+    preemptions = 0
+    if kept:
+        load = _load([len(ids) for ids in backend.given], [limits[index] for index in kept])
+        rows = change(_simulation(runtime, load.trace, backend, chunk_tokens)).replay(load).requests
+        backend.forget()
+        preemptions = sum(rows["preemptions"].to_pylist())
+        for index, reason in zip(kept, rows["reason"].to_pylist(), strict=True):
+            refused[index] = reason or ""
+    for done in backend.executed:
+        for row, token in done.tokens.items():
+            tokens[kept[row]].append(token)
+        for row, values in done.logits.items():
+            logits[kept[row]].append(values)
+    return Generation(tokens, logits, refused, preemptions, backend.executed, time.perf_counter() - began)
 
 
-def summarise(generation: Generation, config: ExecutorConfig) -> dict[str, Any]:
-    """`summary.json` of a run."""
-    done = [output for output in generation.outputs if not output.reason]
-    reasons = [output.reason for output in generation.outputs if output.reason]
+def _load(prompt_tokens: list[int], output_tokens: list[int]) -> Load:
+    """Requests that all arrive at 0."""
+    columns: Mapping[str, Any] = {
+        "request_id": range(len(prompt_tokens)),
+        "arrival_s": np.zeros(len(prompt_tokens)),
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": output_tokens,
+    }
+    arrays = [pa.array(columns.get(field.name, [None] * len(prompt_tokens)), field.type) for field in SCHEMA]
+    trace = Trace(pa.Table.from_arrays(arrays, schema=SCHEMA), 0, {"name": "prompts"})
+    return Load(trace, np.zeros(len(trace)), "recorded", None)
+
+
+def _simulation(runtime: Runtime, trace: Trace, backend: PromptBackend, chunk_tokens: int) -> Simulation:
+    """The scheme of the runtime's layout with the ranks as its clock."""
+    layout = runtime.layout
+    return Simulation(
+        trace,
+        Recorded(),
+        runtime.model.spec(runtime.device.dtype),
+        HOST,
+        ClusterSpec(layout.ranks, layout.tp),
+        layout.rules.planner(-(-chunk_tokens // layout.groups)),
+        Policy(),
+        runtime.kv,
+        NO_LIMIT,
+        AffineLatencyConfig(),
+        backend,
+    )
+
+
+def summarise(generation: Generation, config: ExecutorConfig, facts: Mapping[str, object]) -> dict[str, Any]:
+    """`summary.json` of a run on ranks that say `facts` of themselves."""
+    reasons = [reason for reason in generation.refused if reason]
     busy = [report.busy_share for done in generation.iterations for report in done.ranks]
     overlaps = sorted({done.overlap for done in generation.iterations})
     return {
         "kind": "run",
-        "layout": {"kind": config.layout.kind, "groups": config.layout.groups, "tp": config.layout.tp},
-        "device": generation.facts,
-        "requests": len(generation.outputs),
-        "completed": len(done),
+        "layout": asdict(config.layout),
+        "device": facts,
+        "requests": len(generation.tokens),
+        "completed": len(generation.tokens) - len(reasons),
         "rejected": {reason: reasons.count(reason) for reason in sorted(set(reasons))},
         "iterations": len(generation.iterations),
-        "emitted_tokens": sum(len(output.tokens) for output in done),
+        "emitted_tokens": sum(map(len, generation.tokens)),
         "overlap": [name for name in overlaps if name != "none"] or ["none"],
         "overlap_valid": all(done.overlap_valid for done in generation.iterations),
         "busy_share": float(np.median(busy)) if busy else None,
@@ -203,15 +177,18 @@ def command(cfg: Any) -> int:
             raise InputError(f"{key}={cfg[key]}: use 1 or more")
     try:
         with Runtime.of(config) as runtime:
-            generation = generate(runtime, prompts, cfg.max_tokens, cfg.chunk_tokens, sampling)
+            ids = [prompt.ids for prompt in prompts]
+            generation = generate(runtime, ids, cfg.max_tokens, cfg.chunk_tokens, sampling)
+            facts = runtime.ready[0].facts
     except RankError as error:
         raise InputError(str(error)) from error
     folder = run_folder(cfg)
-    _write(folder, generation, config)
+    summary, rows = summarise(generation, config, facts), _rows(generation, prompts, config.model)
+    _write(folder, generation, summary, rows)
     if not cfg.quiet:
-        _show(generation, config, folder)
-    if generation.outputs and all(output.reason for output in generation.outputs):
-        raise InputError(f"every prompt was rejected ({generation.outputs[0].reason}): see {folder}")
+        _show(generation, summary, rows, folder)
+    if all(generation.refused):
+        raise InputError(f"every prompt was rejected ({generation.refused[0]}): see {folder}")
     return 0
 
 
@@ -230,57 +207,51 @@ def run_folder(cfg: Any) -> Path:
     return Path(cfg.output.dir)
 
 
-def _write(folder: Path, generation: Generation, config: ExecutorConfig) -> None:
-    write_json(folder / "summary.json", summarise(generation, config))
-    tokenizer = _tokenizer_of(generation, config)
-    rows = [json.dumps(_row(request, output, tokenizer)) for request, output in enumerate(generation.outputs)]
-    write_whole(folder / "outputs.jsonl", "".join(f"{row}\n" for row in rows))
-    timing = {
-        "wall_s": generation.wall_s,
-        "iterations": [
-            {
-                "duration_s": done.duration_s,
-                "wall_s": done.wall_s,
-                "ranks": [{"rank": r.rank, "duration_s": r.duration_s, **r.stages} for r in done.ranks],
-            }
-            for done in generation.iterations
-        ],
-    }
+def _rows(generation: Generation, prompts: Sequence[Prompt], model: ModelConfig) -> list[dict[str, Any]]:
+    """Lines of outputs.jsonl; texts are answered with texts."""
+    tokenizer = load_tokenizer(model) if any(prompt.text is not None for prompt in prompts) else None
+    return [
+        {
+            "request": request,
+            "prompt": prompt.text,
+            "prompt_tokens": len(prompt.ids),
+            "token_ids": tokens,
+            "text": None if tokenizer is None or prompt.text is None else tokenizer.decode(tokens),
+            "rejected": reason or None,
+        }
+        for request, (prompt, tokens, reason) in enumerate(
+            zip(prompts, generation.tokens, generation.refused, strict=True)
+        )
+    ]
+
+
+def _write(folder: Path, generation: Generation, summary: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    write_json(folder / "summary.json", summary)
+    write_whole(folder / "outputs.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    iterations = [
+        {
+            "duration_s": done.duration_s,
+            "wall_s": done.wall_s,
+            "ranks": [{"rank": r.rank, "duration_s": r.duration_s, **r.stages} for r in done.ranks],
+        }
+        for done in generation.iterations
+    ]
+    timing = {"wall_s": generation.wall_s, "iterations": iterations}
     write_json(folder / "timing.json", timing)
 
 
-def _tokenizer_of(generation: Generation, config: ExecutorConfig) -> Tokenizer | None:
-    has_text = any(output.prompt.text is not None for output in generation.outputs)
-    return load_tokenizer(config.model) if has_text else None
-
-
-def _row(request: int, output: Output, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    is_text = output.prompt.text is not None and tokenizer is not None
-    return {
-        "request": request,
-        "prompt": output.prompt.text,
-        "prompt_tokens": len(output.prompt.ids),
-        "token_ids": output.tokens,
-        "text": tokenizer.decode(output.tokens) if is_text and tokenizer is not None else None,
-        "rejected": output.reason or None,
-    }
-
-
-def _show(generation: Generation, config: ExecutorConfig, folder: Path) -> None:
+def _show(generation: Generation, summary: dict[str, Any], rows: list[dict[str, Any]], folder: Path) -> None:
     from rich.console import Console
     from rich.text import Text
 
     console = Console(soft_wrap=True)
-    tokenizer = _tokenizer_of(generation, config)
-    for request, output in enumerate(generation.outputs):
-        row = _row(request, output, tokenizer)
+    for row in rows:
         said = row["rejected"] or (repr(row["text"]) if row["text"] is not None else row["token_ids"])
-        console.print(Text(f"[{request}] {len(output.prompt.ids)} prompt tokens -> {said}"))
-    summary = summarise(generation, config)
-    layout = config.layout
+        console.print(Text(f"[{row['request']}] {row['prompt_tokens']} prompt tokens -> {said}"))
+    layout = summary["layout"]
     console.print(
-        f"{summary['emitted_tokens']} tokens of {summary['completed']} requests in {len(generation.iterations)} "
-        f"iterations, {generation.wall_s:.2f} s; {layout.kind} layout, {layout.groups} groups of {layout.tp}; "
+        f"{summary['emitted_tokens']} tokens of {summary['completed']} requests in {summary['iterations']} "
+        f"iterations, {generation.wall_s:.2f} s; {layout['kind']} layout, {layout['groups']} groups of {layout['tp']}; "
         f"attention paths: {', '.join(summary['overlap'])}",
         highlight=False,
     )

@@ -25,11 +25,12 @@ from confsim.run.plan import DecodeBatch as PlanDecodes
 from confsim.run.plan import IterationPlan, PrefillChunk
 from confsim.run.request import Request
 from confsim.specs import KvConfig
-from executor.attention import AttentionKernels, DecodeBatch, PrefillBatch, SdpaKernels
 from executor.check import run_checks, summarise
 from executor.collectives import Groups, Solo
 from executor.config import Device, ExecutorConfig, Layout, ModelConfig, Rope
 from executor.fork import Fork, ThreadFork, TurnFork
+from executor.kernels import choose, page_tokens
+from executor.kernels.base import AttentionKernels, DecodeBatch, PrefillBatch
 from executor.kv import UnitPool
 from executor.model import EagerLinear, Linear, Transformer
 from executor.place import Place
@@ -169,7 +170,7 @@ def measure_equivalence(settings: Device) -> dict[str, Any]:
 
 def measure_overlap(settings: Device, sizes: Sizes, device: torch.device) -> dict[str, Any]:
     """Decode bandwidth and prefill rate alone and together, by fork; in a partition by its SM counts."""
-    kernels, page = _kernels(settings)
+    kernels, page = choose(settings), page_tokens(settings, 16)
     pair = AttentionPair(sizes, device, getattr(torch, settings.dtype), kernels, page)
     bench = Bench(device, sizes.repeats)
     decode_alone, prefill_alone = bench.seconds(pair.decode), bench.seconds(pair.prefill)
@@ -265,14 +266,6 @@ def _guarded(part: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return part()
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}", "details": traceback.format_exc()}
-
-
-def _kernels(settings: Device) -> tuple[AttentionKernels, int]:
-    if settings.kind == "cpu":
-        return SdpaKernels(), 16
-    from executor.cuda.flash import choose, default_page_tokens
-
-    return choose(settings), default_page_tokens(settings, 16)
 
 
 def _forks(settings: Device, sizes: Sizes) -> list[tuple[dict[str, Any], Fork | str]]:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from executor.attention import DecodeBatch, PrefillBatch
 from executor.collectives import Groups
 from executor.config import Sampling
 from executor.exchange import Shards, shard_order
 from executor.handover import Handover, Move
+from executor.kernels.base import DecodeBatch, PrefillBatch
 from executor.kv import PagedStore, UnitPool
 from executor.message import Chunk, Iteration, NewRequest
 from executor.place import Place
@@ -40,7 +40,7 @@ class Ledger:
         self.pool = pool
         self.whole_prompt = whole_prompt
         self.migrates = place.layout.migrates
-        self.spreads_decodes = place.layout.kind == "sp"
+        self.spreads_decodes = place.layout.rules.spreads_decodes
         self.entries: dict[int, Entry] = {}
         self.prompts = PagedStore(pool, 1)
         ways = place.local.kv_heads // place.shared.kv_heads

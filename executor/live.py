@@ -15,8 +15,9 @@ from confsim.run.plan import DecodeBatch, IterationPlan, IterationTiming, Prefil
 from confsim.run.request import Request
 from confsim.schemes.cost import CoBatchCost, in_turn
 from confsim.specs import ClusterSpec, KvConfig
-from executor.backend import LAYOUT_OF_SCHEME, LiveBackend
+from executor.backend import LiveBackend
 from executor.config import Device, ExecutorConfig, Layout
+from executor.layouts import live_kinds
 from executor.parts import parts_of
 from executor.probe import Ranks, warm_up
 from executor.runtime import ExecutedIteration, Runtime
@@ -85,15 +86,16 @@ class LiveRun:
         Raises:
             InputError: if no layout runs that scheme, or a second loop is asked for.
         """
-        kind = LAYOUT_OF_SCHEME.get(layout)
+        kinds = live_kinds()
+        kind = kinds.get(layout)
         if kind is None or not isinstance(cost, CoBatchCost):
-            raise InputError(
-                f"scheme={layout.split('/')[0]} has no live layout: use one of {', '.join(LAYOUT_OF_SCHEME)}"
-            )
+            raise InputError(f"scheme={layout.split('/')[0]} has no live layout: use one of {', '.join(kinds)}")
         if self.loop is not None:
             raise InputError("cluster.instances: backend=live drives one instance, set it to 1")
-        _refuse_ablations(cost, kind)
-        ranks = self.config.runtime(Layout(kind, sp, tp))
+        wanted = Layout(kind, sp, tp)
+        if reason := wanted.rules.refusal(cost):
+            raise InputError(reason)
+        ranks = self.config.runtime(wanted)
         try:
             warm_up(ranks, self.config.warmup_iterations)
         except BaseException:
@@ -125,22 +127,15 @@ class LiveRun:
             self.loop.close()
 
 
-def _refuse_ablations(cost: CoBatchCost, kind: str) -> None:
-    if not cost.co_batch:
-        raise InputError("scheme.co_batch=false has no live layout: the executor stacks both phases")
-    if kind == "xp" and cost.spread is not None:
-        raise InputError("scheme.spread_decode=true has no live layout: use scheme=uniform_sp")
-
-
 def _describe_ranks(cost: CoBatchCost, layout: Layout, device: Device) -> None:
     """Have the planner price what these ranks do.
 
     Their host time is exposed, attention paths may run in turn, and on CPU the rank itself moves the KV.
     """
     cost.async_schedule = False
-    if device.overlap == "turn" or layout.kind != "xp":
+    if device.overlap == "turn" or not layout.rules.side_by_side:
         cost.stage = in_turn
-    if device.kind == "cpu" and layout.kind == "xp":
+    if device.kind == "cpu" and layout.rules.moves_prompts:
         cost.overlap_transfer = False
 
 
@@ -221,19 +216,11 @@ class LiveLoop(LiveBackend):
         """Execute the kept plans again, `times` times; seconds `[times, plans]`."""
         seconds = np.zeros((times, len(self._kept)))
         for turn in range(times):
-            self._forget()
+            self.forget()
             for index, plan in enumerate(self._kept):
                 super().submit(plan)
                 seconds[turn, index] = parts_of(super().result()).duration_s
         return seconds
-
-    def _forget(self) -> None:
-        """Free every request, as if none had ever come."""
-        batches = tuple(DecodeBatch(group) for group in range(self.runtime.layout.groups))
-        self.runtime.run(IterationPlan((), batches, tuple(sorted(self._known))))
-        for request in {chunk.request.id for plan in self._kept for chunk in plan.prefill}:
-            self.runtime.forget(request)
-        self._known.clear()
 
     def _keep_time(self, now_s: float) -> None:
         due_s = self._now_s()

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 
-from executor.attention import AttentionKernels, SdpaKernels
 from executor.clock import HostClock, Spent, StageClock
 from executor.collectives import Group, Groups
 from executor.config import Sampling
 from executor.exchange import Exchange
 from executor.fork import Fork, ThreadFork, TurnFork
+from executor.kernels import choose, page_tokens
 from executor.kv import UnitPool, pool_units
-from executor.layouts.base import Parts, Runner
-from executor.layouts.mux import MuxRunner
-from executor.layouts.sp import SpRunner
-from executor.layouts.tp import TpRunner
-from executor.layouts.xp import XpRunner
+from executor.layouts.base import Parts
 from executor.ledger import Ledger
 from executor.message import Iteration, RankConfig, Report
 from executor.model import EagerLinear, Linear, Reduce, Transformer
@@ -28,7 +22,6 @@ from executor.weights import load_weights
 from executor.work import Work
 
 LAUNCH_BOUND = 0.9  # launching that takes this share of an iteration holds the device up
-RUNNERS: dict[str, Callable[[Parts], Runner]] = {"xp": XpRunner, "tp": TpRunner, "sp": SpRunner, "mux": MuxRunner}
 
 
 class Rank:
@@ -43,11 +36,11 @@ class Rank:
         weights = load_weights(config.model, self.place, self.dtype, device)
         self.model = Transformer(config.model, self.place, weights, self._reduce(groups.tensor))
         self.second = Transformer(config.model, self.place, weights, self._reduce(groups.tensor_second))
-        self.kernels = choose_kernels(config)
+        self.kernels = choose(config.device)
         self.pool = self._make_pool()
         self.ledger = Ledger(self.place, groups, self.pool, config.kv.admission == "prompt")
         self.clock, self.fork = self._clock_and_fork()
-        self.runner = RUNNERS[config.layout.kind](self._parts())
+        self.runner = config.layout.rules.runner(self._parts())
 
     @torch.inference_mode()
     def execute(self, iteration: Iteration) -> Report:
@@ -64,7 +57,7 @@ class Rank:
         tokens, logits = self._compute(iteration, work)
         self.ledger.settle(iteration, work, tokens)
         spent = self.clock.stop()
-        both = work.prefill is not None and work.decode is not None and self.config.layout.kind in ("xp", "mux")
+        both = work.prefill is not None and work.decode is not None and self.config.layout.rules.side_by_side
         return Report(
             number=iteration.number,
             rank=self.config.rank,
@@ -159,7 +152,7 @@ class Rank:
         heads = self.place.shared.kv_heads if config.layout.groups > 1 else self.place.local.kv_heads
         return UnitPool(
             pool_units(config.kv, config.layout.shards_per_block(config.model)),
-            config.device.page_tokens or page_tokens(config),
+            page_tokens(config.device, config.kv.block_tokens),
             config.kv.block_tokens,
             (config.model.num_hidden_layers, heads, config.model.head_dim),
             self.dtype,
@@ -183,7 +176,6 @@ class Rank:
         return EagerLinear(model)
 
     def _parts(self) -> Parts:
-        is_mux = self.config.layout.kind == "mux"
         linear = self._linear(self.model)
         return Parts(
             place=self.place,
@@ -194,28 +186,10 @@ class Rank:
             fork=self.fork,
             exchange=Exchange(self.place, self.groups),
             linear=linear,
-            second=self._linear(self.second) if is_mux else linear,
+            second=self._linear(self.second) if self.config.layout.rules.two_passes else linear,
             layers=self.config.model.num_hidden_layers,
         )
 
     def _is_overlap_valid(self, spent: Spent) -> bool:
         """Two streams only overlap if the host launches faster than the device works."""
         return self.device.type != "cuda" or spent.launch_s < LAUNCH_BOUND * spent.duration_s
-
-
-def choose_kernels(config: RankConfig) -> AttentionKernels:
-    """Attention kernels of a rank: as asked, or the best that is installed."""
-    if config.device.kind == "cpu" or config.device.attention == "sdpa":
-        return SdpaKernels()
-    from executor.cuda.flash import choose
-
-    return choose(config.device)
-
-
-def page_tokens(config: RankConfig) -> int:
-    """Tokens of a page where none are asked for: the kernels' own unit, at least a block."""
-    if config.device.kind == "cpu" or config.device.attention == "sdpa":
-        return config.kv.block_tokens
-    from executor.cuda.flash import default_page_tokens
-
-    return default_page_tokens(config.device, config.kv.block_tokens)

@@ -146,12 +146,20 @@ class Runtime:
         ids = np.asarray(tokens, dtype=np.int32)
         if request in self._prompts:
             raise InputError(f"request {request} was added before: use another id, or forget it first")
-        if not len(ids):
-            raise InputError(f"request {request} has an empty prompt: give it one token or more")
-        if ids.min() < 0 or ids.max() >= self.model.vocab_size:
-            raise InputError(f"request {request} has token ids outside 0 to {self.model.vocab_size - 1}")
+        self.check_ids(ids, f"request {request} has")
         self._prompts[request] = (ids, sampling or Sampling())
         self._emitted.setdefault(request, [])
+
+    def check_ids(self, ids: np.ndarray, who: str = "prompts:") -> None:
+        """Refuse token ids that the model cannot prefill.
+
+        Raises:
+            InputError: for an empty prompt, or ids outside the vocabulary.
+        """
+        if not len(ids):
+            raise InputError(f"{who} an empty prompt: give it one token or more")
+        if ids.min() < 0 or ids.max() >= self.model.vocab_size:
+            raise InputError(f"{who} token ids outside 0 to {self.model.vocab_size - 1}")
 
     def forget(self, request: int) -> None:
         """Drop what the driver keeps of a request that will not be planned again."""
@@ -220,9 +228,15 @@ class Runtime:
                 f"executor.device.page_tokens={page} is not a multiple of kv.block_tokens={self.kv.block_tokens}"
             )
         if self.device.kind == "cuda":
-            from executor.cuda.flash import check_device
+            import torch
 
-            check_device(self.device)
+            from executor.kernels import choose
+
+            if not torch.cuda.is_available():
+                raise InputError(
+                    "executor.device.kind=cuda: PyTorch sees no CUDA device here, use executor.device.kind=cpu"
+                )
+            choose(self.device)
 
     def _check_plan(self, plan: IterationPlan) -> None:
         groups = self.layout.groups

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from executor.attention import DecodeBatch, PrefillBatch
 from executor.exchange import Shards
+from executor.fork import Fork, Path
 from executor.handover import Handover
+from executor.kernels.base import DecodeBatch, PrefillBatch
 from executor.message import Chunk
 
 
@@ -58,12 +59,20 @@ class Work:
         """Prompt tokens that this group computes."""
         return 0 if self.prefill is None else len(self.prefill.ids)
 
-    @property
-    def decode_rows(self) -> int:
-        """Decode tokens that this group computes."""
-        return 0 if self.decode is None else len(self.decode.ids)
-
     def stack(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids and positions of all rows: prefill, then decode."""
         parts = [rows for rows in (self.prefill, self.decode) if rows is not None]
         return torch.cat([rows.ids for rows in parts]), torch.cat([rows.positions for rows in parts])
+
+    def pick(self, *hidden: torch.Tensor) -> torch.Tensor:
+        """The rows that need logits of a stack that came out in one piece or in two."""
+        return torch.cat(hidden)[self.logit_rows] if len(hidden) > 1 else hidden[0][self.logit_rows]
+
+    def run_paths(self, fork: Fork, prefill: Path, decode: Path) -> None:
+        """Run the attention paths that this iteration has, through the fork where it has both."""
+        if self.prefill is None:
+            decode()
+        elif self.decode is None:
+            prefill()
+        else:
+            fork.run(prefill, decode)

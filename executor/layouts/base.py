@@ -1,24 +1,59 @@
-"""The parts that layouts are made of: the layer loop and attention against local KV."""
+"""What layouts are made of: what tells one from another, the layer loop, and attention against local KV.
+
+Nothing here loads torch, so that a configuration can ask a layout what it is.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from executor.attention import AttentionKernels
-from executor.clock import StageClock
-from executor.collectives import Groups
-from executor.exchange import Exchange
-from executor.fork import Fork
-from executor.kv import UnitPool
-from executor.model import Linear
-from executor.place import Place
-from executor.work import DecodeRows, PrefillRows, Work
+    from confsim.run.plan import IterationPlan
+    from confsim.schemes.base import Scheme
+    from confsim.schemes.cost import CoBatchCost
+    from executor.clock import StageClock
+    from executor.collectives import Groups
+    from executor.exchange import Exchange
+    from executor.fork import Fork
+    from executor.kernels.base import AttentionKernels
+    from executor.kv import UnitPool
+    from executor.model import Linear
+    from executor.place import Place
+    from executor.work import DecodeRows, PrefillRows, Work
 
-Attend = Callable[[int, torch.Tensor], torch.Tensor]
+
+class LayoutKind(ABC):
+    """What tells one layout from another; the defaults are those of one group that runs both phases in one batch."""
+
+    live_schemes: ClassVar[tuple[str, ...]] = ()  # schemes that `backend=live` runs on this layout
+    one_group: ClassVar[bool] = True
+    spreads_decodes: ClassVar[bool] = False  # over the groups, as prefill is
+    moves_prompts: ClassVar[bool] = False  # a prompt's KV is sent to the group of its decode
+    side_by_side: ClassVar[bool] = False  # the two attention paths, or passes, may run at the same time
+    two_passes: ClassVar[bool] = False  # the phases have linear segments and communicators of their own
+
+    def planner(self, max_batched_tokens: int) -> Scheme:
+        """The simulator's scheme that plans for these ranks; `max_batched_tokens` are those stacked on a group."""
+        from confsim.schemes.chunked_prefill import ChunkedPrefill
+
+        return ChunkedPrefill(max_batched_tokens=max_batched_tokens)
+
+    def refusal(self, cost: CoBatchCost) -> str:
+        """Why these ranks cannot execute an ablation of the scheme, or an empty string."""
+        return "" if cost.co_batch else "scheme.co_batch=false has no live layout: the executor stacks both phases"
+
+    def arranged(self, plan: IterationPlan, groups: int) -> IterationPlan:
+        """A plan of the scheme as the ranks of `groups` groups take it."""
+        return plan
+
+    @abstractmethod
+    def runner(self, parts: Parts) -> Runner:
+        """The layout at work on one rank."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +72,9 @@ class Parts:
     layers: int
 
 
+Attend = Callable[[int, "torch.Tensor"], "torch.Tensor"]
+
+
 class Runner(Protocol):
     """A layout at work."""
 
@@ -44,17 +82,16 @@ class Runner(Protocol):
         """Hidden states `[logit rows, hidden]` of an iteration that is not empty on this rank."""
 
 
-def run_layers(
-    linear: Linear, clock: StageClock, layers: int, rows: tuple[torch.Tensor, torch.Tensor], attend: Attend
-) -> torch.Tensor:
-    """The chain of linear segments with `attend` between them; hidden states `[rows, hidden]`."""
+def run_layers(parts: Parts, linear: Linear, rows: tuple[torch.Tensor, torch.Tensor], attend: Attend) -> torch.Tensor:
+    """The chain of linear segments over `rows` (ids and positions) with `attend` between; states `[rows, hidden]`."""
+    clock, last = parts.clock, parts.layers - 1
     with clock.stage("linear"):
         qkv = linear.begin(*rows)
-    for layer in range(layers - 1):
+    for layer in range(last):
         attention = attend(layer, qkv)
         with clock.stage("linear"):
             qkv = linear.advance(layer, attention)
-    attention = attend(layers - 1, qkv)
+    attention = attend(last, qkv)
     with clock.stage("linear"):
         return linear.finish(attention)
 
@@ -68,22 +105,28 @@ class LocalAttention:
 
     def append(self, layer: int, qkv: torch.Tensor, slots: torch.Tensor) -> None:
         """Write keys and values of `qkv [tokens, q + 2 kv, d]` to pool slots; a token's head units are its rows."""
-        pool = self.parts.pool
-        keys, values = pool.flat(layer)
+        keys, values = self.parts.pool.flat(layer)
         k, v = qkv[:, self.q_heads :].chunk(2, dim=1)
         keys.index_copy_(0, slots, k.reshape(-1, *keys.shape[1:]))
         values.index_copy_(0, slots, v.reshape(-1, *values.shape[1:]))
 
-    def prefill(self, layer: int, qkv: torch.Tensor, rows: PrefillRows) -> torch.Tensor:
+    def attend_prefill(self, layer: int, qkv: torch.Tensor, rows: PrefillRows) -> torch.Tensor:
         """Attention of whole chunks whose KV is in the pool, `[tokens, q, d]`."""
         pool = self.parts.pool
         q = qkv[:, : self.q_heads]
         return self.parts.kernels.prefill(q, pool.keys[layer], pool.values[layer], rows.batch)
 
+    def prefill(self, layer: int, qkv: torch.Tensor, rows: PrefillRows) -> torch.Tensor:
+        """Append whole chunks and attend, `[tokens, q, d]`."""
+        with self.parts.clock.stage("prefill_attention"):
+            self.append(layer, qkv, rows.slots)
+            return self.attend_prefill(layer, qkv, rows)
+
     def decode(self, layer: int, qkv: torch.Tensor, rows: DecodeRows) -> torch.Tensor:
-        """Attention of decodes, `[tokens, q * d]`; each head unit of a request is a sequence of its own."""
-        pool = self.parts.pool
-        sequences = len(rows.batch.lengths)
-        q = qkv[:, : self.q_heads].reshape(sequences, -1, qkv.shape[-1])
-        out = self.parts.kernels.decode(q, pool.keys[layer], pool.values[layer], rows.batch)
-        return out.view(len(qkv), -1)
+        """Append decodes and attend, `[tokens, q * d]`; each head unit of a request is a sequence of its own."""
+        pool, sequences = self.parts.pool, len(rows.batch.lengths)
+        with self.parts.clock.stage("decode_attention"):
+            self.append(layer, qkv, rows.slots)
+            q = qkv[:, : self.q_heads].reshape(sequences, -1, qkv.shape[-1])
+            out = self.parts.kernels.decode(q, pool.keys[layer], pool.values[layer], rows.batch)
+            return out.view(len(qkv), -1)

@@ -1,11 +1,26 @@
-"""Two phases multiplexed on one layout (MuxWise-like): separate batches, side by side on every GPU."""
+"""Two phases multiplexed on one group (MuxWise-like): separate batches, side by side on every GPU."""
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
-from executor.layouts.base import LocalAttention, Parts, run_layers
-from executor.work import Work
+from executor.layouts.base import LayoutKind, LocalAttention, Parts, Runner, run_layers
+
+if TYPE_CHECKING:
+    import torch
+
+    from executor.work import Work
+
+
+class Kind(LayoutKind):
+    """One group whose phases never share a batch."""
+
+    side_by_side = True
+    two_passes = True
+
+    def runner(self, parts: Parts) -> Runner:
+        """A pass over the layers for each phase."""
+        return MuxRunner(parts)
 
 
 class MuxRunner:
@@ -25,33 +40,25 @@ class MuxRunner:
         def decode() -> None:
             found["decode"] = self._decode(work)
 
-        if work.prefill is None:
-            decode()
-        elif work.decode is None:
-            prefill()
-        else:
-            self.parts.fork.run(prefill, decode)
-        parts = [found[name] for name in ("prefill", "decode") if name in found]
-        return torch.cat(parts)[work.logit_rows]
+        work.run_paths(self.parts.fork, prefill, decode)
+        return work.pick(*(found[name] for name in ("prefill", "decode") if name in found))
 
     def _prefill(self, work: Work) -> torch.Tensor:
-        rows, parts, local = work.prefill, self.parts, self.local
+        rows, local = work.prefill, self.local
         assert rows is not None
-
-        def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
-            with parts.clock.stage("prefill_attention"):
-                local.append(layer, qkv, rows.slots)
-                return local.prefill(layer, qkv, rows).flatten(1)
-
-        return run_layers(parts.second, parts.clock, parts.layers, (rows.ids, rows.positions), attend)
+        return run_layers(
+            self.parts,
+            self.parts.second,
+            (rows.ids, rows.positions),
+            lambda layer, qkv: local.prefill(layer, qkv, rows).flatten(1),
+        )
 
     def _decode(self, work: Work) -> torch.Tensor:
-        rows, parts, local = work.decode, self.parts, self.local
+        rows, local = work.decode, self.local
         assert rows is not None
-
-        def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
-            with parts.clock.stage("decode_attention"):
-                local.append(layer, qkv, rows.slots)
-                return local.decode(layer, qkv, rows)
-
-        return run_layers(parts.linear, parts.clock, parts.layers, (rows.ids, rows.positions), attend)
+        return run_layers(
+            self.parts,
+            self.parts.linear,
+            (rows.ids, rows.positions),
+            lambda layer, qkv: local.decode(layer, qkv, rows),
+        )

@@ -2,10 +2,42 @@
 
 from __future__ import annotations
 
-import torch
+from functools import partial
+from typing import TYPE_CHECKING
 
-from executor.layouts.base import LocalAttention, Parts, run_layers
-from executor.work import Work
+from executor.layouts.base import LayoutKind, LocalAttention, Parts, Runner, run_layers
+
+if TYPE_CHECKING:
+    import torch
+
+    from confsim.schemes.base import Scheme
+    from confsim.schemes.cost import CoBatchCost
+    from executor.work import Work
+
+
+class Kind(LayoutKind):
+    """Groups that share prompts and have decodes of their own."""
+
+    live_schemes = ("conflux",)
+    one_group = False
+    moves_prompts = True
+    side_by_side = True
+
+    def planner(self, max_batched_tokens: int) -> Scheme:
+        """Conflux."""
+        from confsim.schemes.conflux import Conflux
+
+        return Conflux(max_batched_tokens=max_batched_tokens)
+
+    def refusal(self, cost: CoBatchCost) -> str:
+        """Decodes cannot be spread."""
+        if cost.spread is not None:
+            return "scheme.spread_decode=true has no live layout: use scheme=uniform_sp"
+        return super().refusal(cost)
+
+    def runner(self, parts: Parts) -> Runner:
+        """Attention in two paths."""
+        return XpRunner(parts)
 
 
 class XpRunner:
@@ -20,13 +52,9 @@ class XpRunner:
 
     def forward(self, work: Work) -> torch.Tensor:
         """Hidden states of the rows that need logits."""
-        parts = self.parts
-        hidden = run_layers(
-            parts.linear, parts.clock, parts.layers, work.stack(), lambda layer, qkv: self._attend(layer, qkv, work)
-        )
-        return hidden[work.logit_rows]
+        return work.pick(run_layers(self.parts, self.parts.linear, work.stack(), partial(self._attend, work)))
 
-    def _attend(self, layer: int, qkv: torch.Tensor, work: Work) -> torch.Tensor:
+    def _attend(self, work: Work, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         split = work.prefill_rows
         out = qkv.new_empty(len(qkv), self.local.q_heads * qkv.shape[-1])
 
@@ -34,38 +62,25 @@ class XpRunner:
             out[:split] = self._prefill(layer, qkv[:split], work)
 
         def decode() -> None:
-            out[split:] = self._decode(layer, qkv[split:], work)
+            assert work.decode is not None
+            out[split:] = self.local.decode(layer, qkv[split:], work.decode)
 
-        if work.prefill is None:
-            decode()
-        elif work.decode is None:
-            prefill()
-        else:
-            self.parts.fork.run(prefill, decode)
+        work.run_paths(self.parts.fork, prefill, decode)
         return out
 
     def _prefill(self, layer: int, qkv: torch.Tensor, work: Work) -> torch.Tensor:
         rows, clock = work.prefill, self.parts.clock
         assert rows is not None
-        attention = self.shared if self.spread else self.local
-        if self.spread:
-            with clock.stage("communication"):
-                qkv = self.parts.exchange.to_heads(qkv, rows.shards)
+        if not self.spread:
+            return self.local.prefill(layer, qkv, rows).flatten(1)
+        with clock.stage("communication"):
+            qkv = self.parts.exchange.to_heads(qkv, rows.shards)
         with clock.stage("prefill_attention"):
-            attention.append(layer, qkv, rows.slots)
+            self.shared.append(layer, qkv, rows.slots)
         if work.handover is not None:
             with clock.stage("transfer"):
                 work.handover.start(layer)
         with clock.stage("prefill_attention"):
-            out = attention.prefill(layer, qkv, rows)
-        if not self.spread:
-            return out.flatten(1)
+            out = self.shared.attend_prefill(layer, qkv, rows)
         with clock.stage("communication"):
             return self.parts.exchange.to_rows(out, rows.shards)
-
-    def _decode(self, layer: int, qkv: torch.Tensor, work: Work) -> torch.Tensor:
-        rows = work.decode
-        assert rows is not None
-        with self.parts.clock.stage("decode_attention"):
-            self.local.append(layer, qkv, rows.slots)
-            return self.local.decode(layer, qkv, rows)

@@ -190,8 +190,9 @@ def test_python_work_does_not_grow_with_context(benchmark) -> None:  # type: ign
 def _serve_kernels() -> None:
     import torch
 
-    from executor.attention import DecodeBatch as Decodes
-    from executor.attention import PrefillBatch, SdpaKernels
+    from executor.kernels.base import DecodeBatch as Decodes
+    from executor.kernels.base import PrefillBatch
+    from executor.kernels.sdpa import SdpaKernels
     from executor.model import EagerLinear, Transformer
     from executor.place import Place
     from executor.weights import load_weights

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from confsim.policies import Policy
+from confsim.policies.base import Dispatch
+from confsim.run.engine import Simulation
+from confsim.run.plan import IterationPlan
+from confsim.schemes.base import Instance, KvReport, Setup
 from confsim.specs import KvConfig
+from executor import generate as generation
 from executor.config import Device, Layout, ModelConfig, Rope, Sampling
+from executor.generate import PromptBackend
+from executor.live import frozen
 from executor.runtime import ExecutedIteration, Runtime
-from executor.schedule import Schedule, level_split
 
 THREADS = Device(launcher="threads")
 PROCESSES = Device(launcher="processes")
@@ -41,51 +51,112 @@ def prompts(lengths: list[int], vocab_size: int = 131, seed: int = 0) -> dict[in
     return {index: rng.integers(0, vocab_size, length) for index, length in enumerate(lengths)}
 
 
-def random_split(seed: int) -> Callable[[int, tuple[int, ...]], tuple[int, ...]]:
+class RandomDispatch:
     """Shards drawn at random, often empty."""
-    rng = np.random.default_rng(seed)
 
-    def split(tokens: int, load: tuple[int, ...]) -> tuple[int, ...]:
-        weights = rng.random(len(load)) * (rng.random(len(load)) > 0.4) + 1e-9
-        return tuple(int(n) for n in rng.multinomial(tokens, weights / weights.sum()))
+    def __init__(self, rng: np.random.Generator, decode_tokens: Sequence[int]) -> None:
+        self._rng = rng
+        self._decode = tuple(decode_tokens)
 
-    return split
+    def peak(self, tokens: int) -> tuple[int, int]:
+        """As if all went to the fullest group."""
+        return max(self._decode) + tokens, tokens
+
+    def spread(self, tokens: int) -> tuple[int, ...]:
+        """The sum is exact."""
+        groups = len(self._decode)
+        weights = self._rng.random(groups) * (self._rng.random(groups) > 0.4) + 1e-9
+        return tuple(int(n) for n in self._rng.multinomial(tokens, weights / weights.sum()))
+
+    def capacity(self, level: int) -> int:
+        """As of levelled groups."""
+        return sum(max(0, level - decode) for decode in self._decode)
 
 
-class Run:
-    """Drives a schedule on a running runtime and keeps what came out."""
+class OneGroup(RandomDispatch):
+    """Everything on the group that takes the place of the random numbers."""
 
-    def __init__(self, runtime: Runtime, schedule: Schedule) -> None:
-        self.runtime = runtime
-        self.schedule = schedule
-        self.tokens: dict[int, list[int]] = {}
-        self.logits: dict[int, list[np.ndarray]] = {}
-        self.iterations: list[ExecutedIteration] = []
+    def spread(self, tokens: int) -> tuple[int, ...]:
+        """All on one."""
+        return tuple(tokens * (group == self._rng) for group in range(len(self._decode)))
 
-    def step(self) -> ExecutedIteration:
-        """One iteration."""
-        plan = self.schedule.plan()
-        held = [pool.held for pool in self.schedule.kv.pools]
-        done = self.runtime.run(plan)
-        groups = range(self.runtime.layout.groups)
-        tp = self.runtime.layout.tp
-        for group in groups:
-            expected = held[group] if len(held) > 1 else held[0]
-            assert done.ranks[group * tp].kv_units == expected, "KV units of executor and simulator differ"
-        self.schedule.finish()
-        self.iterations.append(done)
-        for request, token in done.tokens.items():
-            self.tokens.setdefault(request, []).append(token)
-        for request, row in done.logits.items():
-            self.logits.setdefault(request, []).append(row)
+
+@dataclass(frozen=True)
+class Dispatching(Policy):
+    """Prefill spread as a test says; everything else as usual."""
+
+    make: Any = None
+
+    def dispatch_class(self, default: str) -> Callable[[Sequence[int]], Dispatch]:
+        """The test's."""
+        made: Callable[[Sequence[int]], Dispatch] = self.make
+        return made
+
+
+def random_split(seed: int) -> Policy:
+    """Shards drawn at random."""
+    return Dispatching(make=partial(RandomDispatch, np.random.default_rng(seed)))
+
+
+def all_on(group: int) -> Policy:
+    """Every chunk on one group."""
+    return Dispatching(make=partial(OneGroup, group))
+
+
+class Watched(PromptBackend):
+    """Compares KV with the simulator's accounting in every iteration, and keeps the plans."""
+
+    def __init__(self, runtime: Runtime, sampling: Sampling | None = None) -> None:
+        super().__init__(runtime, sampling)
+        self.plans: list[IterationPlan] = []
+        self.scheme: Any = None
+        self.instance: Any = None
+        self._held: list[int] = []
+
+    def watch(self, policy: Policy | None, simulation: Simulation) -> Simulation:
+        """The simulation whose instance this backend looks at."""
+        self.scheme = simulation.scheme
+        return replace(simulation, scheme=self, policy=policy or simulation.policy)
+
+    name = "watched"
+
+    def build(self, setup: Setup) -> Instance:
+        """The scheme's instance."""
+        self.instance = self.scheme.build(setup)
+        return self.instance
+
+    def kv_report(self, setup: Setup) -> KvReport:
+        """The scheme's."""
+        return self.scheme.kv_report(setup)
+
+    def submit(self, plan: IterationPlan) -> None:
+        """Note what the simulator holds."""
+        layout = self.runtime.layout
+        self.plans.append(frozen(layout.rules.arranged(plan, layout.groups)))
+        self._held = [pool.held for pool in self.instance.pools()]
+        super().submit(plan)
+
+    def result(self) -> ExecutedIteration:
+        """Compare."""
+        done, layout = super().result(), self.runtime.layout
+        for group in range(layout.groups):
+            expected = self._held[group] if len(self._held) > 1 else self._held[0]
+            found = done.ranks[group * layout.tp].kv_units
+            # Admitted by steps, a chunk whose decode has no room yet holds blocks that no plan has named.
+            is_same = found <= expected if self.runtime.kv.admission == "step" else found == expected
+            assert is_same, "KV units of executor and simulator differ"
         return done
 
-    def drain(self) -> Run:
-        """Until every job has its tokens, then release the last of them."""
-        while not self.schedule.done:
-            self.step()
-        self.step()
-        return self
+
+@dataclass(frozen=True)
+class Run:
+    """A generation, by request id, and the plans behind it."""
+
+    tokens: dict[int, list[int]]
+    logits: dict[int, list[np.ndarray]]
+    preemptions: int
+    iterations: list[ExecutedIteration]
+    plans: list[IterationPlan]
 
 
 def generate(
@@ -93,19 +164,17 @@ def generate(
     requests: dict[int, np.ndarray],
     outputs: int | list[int] = 6,
     chunk_tokens: int = 512,
-    split: Callable[[int, tuple[int, ...]], tuple[int, ...]] = level_split,
+    split: Policy | None = None,
     sampling: Sampling | None = None,
 ) -> Run:
     """Run requests to their end on a running runtime (which is free for others afterwards)."""
-    schedule = Schedule(runtime.layout, runtime.model, runtime.kv, chunk_tokens, split)
-    counts = [outputs] * len(requests) if isinstance(outputs, int) else outputs
-    for (request, tokens), count in zip(requests.items(), counts, strict=True):
-        assert schedule.add(request, len(tokens), count) == ""
-        runtime.add(request, tokens, sampling)
-    run = Run(runtime, schedule).drain()
-    for request in requests:
-        runtime.forget(request)
-    return run
+    backend = Watched(runtime, sampling)
+    made = generation.generate(
+        runtime, list(requests.values()), outputs, chunk_tokens, backend=backend, change=partial(backend.watch, split)
+    )
+    assert not any(made.refused)
+    tokens, logits = dict(zip(requests, made.tokens, strict=True)), dict(zip(requests, made.logits, strict=True))
+    return Run(tokens, logits, made.preemptions, made.iterations, backend.plans)
 
 
 def alone(model: ModelConfig, kv: KvConfig | None = None) -> Runtime:

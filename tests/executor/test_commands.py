@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from executor_harness import THREADS, generate, prompts, tiny
 
@@ -19,7 +18,6 @@ from executor import check
 from executor import generate as generating
 from executor.config import Layout, model_from_dict, read_model
 from executor.runtime import Runtime
-from executor.schedule import level_split
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = ("executor.device.launcher=threads", "quiet=true")
@@ -279,18 +277,3 @@ def test_missing_and_misshapen_weights_are_named(tmp_path: Path) -> None:
     save_file({"other": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(InputError, match=r"embed_tokens\.weight is missing"):
         load_weights(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "decodes", "shards"),
-    [
-        (1140, (40, 10, 10, 0), (260, 290, 290, 300)),  # the paper's worked example
-        (20, (40, 10, 10, 0), (0, 4, 3, 13)),
-        (3, (0, 0), (2, 1)),
-        (0, (5, 1), (0, 0)),
-    ],
-)
-def test_shards_level_the_groups(tokens: int, decodes: tuple[int, ...], shards: tuple[int, ...]) -> None:
-    found = level_split(tokens, decodes)
-    assert sum(found) == tokens
-    assert sorted(np.add(found, decodes)) == sorted(np.add(shards, decodes))

@@ -19,15 +19,20 @@ from flash_stub import FLASH2, FLASH3
 
 from confsim.errors import InputError
 from confsim.specs import KvConfig
-from executor.attention import DecodeBatch, PrefillBatch, SdpaKernels
 from executor.clock import HostClock
 from executor.collectives import Groups, Solo
 from executor.config import Device, Layout, Sampling
-from executor.cuda import flash, green_context
+from executor.cuda import green_context
 from executor.cuda.graphs import GraphedLinear, counted
 from executor.cuda.streams import EventClock, StreamApi, StreamFork
 from executor.exchange import Exchange
 from executor.fork import ThreadFork, TurnFork
+from executor.kernels import choose, page_tokens
+from executor.kernels.base import DecodeBatch, PrefillBatch
+from executor.kernels.flash2 import Flash2Kernels
+from executor.kernels.flash3 import Flash3Kernels
+from executor.kernels.sdpa import SdpaKernels
+from executor.kernels.varlen import VarlenKernels
 from executor.kv import UnitPool
 from executor.layouts.base import Parts
 from executor.layouts.xp import XpRunner
@@ -65,10 +70,16 @@ def varlen(*args: object, **kwargs: object) -> torch.Tensor:
     return out  # type: ignore[return-value]
 
 
+def install(monkeypatch: pytest.MonkeyPatch, **modules: object) -> None:
+    """Have these attention packages installed and no others."""
+    for name in ("flash_attn", "flash_attn_interface", "torch.nn.attention.varlen"):
+        monkeypatch.setitem(sys.modules, name, modules.get(name))
+
+
 KERNELS = {
-    "flash2": flash.Flash2Kernels(FLASH2, "2.8.3"),
-    "flash3": flash.Flash3Kernels(FLASH3, "3.0.0", prefill_margin=32, decode_margin=100),
-    "varlen": flash.VarlenKernels(varlen),
+    "flash2": Flash2Kernels(FLASH2, "2.8.3"),
+    "flash3": Flash3Kernels(FLASH3, "3.0.0", prefill_margin=32, decode_margin=100),
+    "varlen": VarlenKernels(varlen),
 }
 
 
@@ -125,47 +136,47 @@ def test_forward_on_a_fake_gpu(name: str, family: str) -> None:
         work = ledger.prepare(mixed)
         logits = transformer.logits(runner.forward(work))
         assert (logits.shape, logits.device) == ((1, 131), device)
-        assert (work.prefill_rows, work.decode_rows) == (7, 1)
+        assert work.decode is not None
+        assert (work.prefill_rows, len(work.decode.ids)) == (7, 1)
 
 
 @pytest.mark.parametrize(("page", "good"), [(16, False), (128, False), (256, True), (512, True), (None, True)])
 def test_flash_attn_2_page_sizes(monkeypatch: pytest.MonkeyPatch, page: int | None, good: bool) -> None:
     """E9: checked against the installed version when the runtime is configured."""
-    monkeypatch.setattr(flash, "_module", lambda name: FLASH2 if name == "flash_attn" else None)
+    install(monkeypatch, flash_attn=FLASH2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     device = Device("cuda", "bfloat16", attention="flash", page_tokens=page)
     if good:
         Runtime(tiny(), Layout("xp", 2, 1), device)
-        assert flash.default_page_tokens(device, 16) == 256
+        assert page_tokens(device, 16) == (page or 256)
     else:
         with pytest.raises(InputError, match=r"flash-attn 2 2\.8\.3 takes multiples of 256"):
             Runtime(tiny(), Layout("xp", 2, 1), device)
 
 
 def test_choice_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: dict[str, object] = {}
-    monkeypatch.setattr(flash, "_module", found.get)
+    install(monkeypatch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    assert flash.choose(CUDA).name == "sdpa"
-    found["torch.nn.attention.varlen"] = SimpleNamespace(varlen_attn=varlen)
-    assert flash.choose(CUDA).name == "torch varlen"
-    found["flash_attn"] = FLASH2
-    assert flash.choose(CUDA).name == "flash-attn 2"
-    found["flash_attn_interface"] = FLASH3
-    chosen = flash.choose(Device("cuda", "bfloat16", overlap="partition", decode_sms=32))
-    assert isinstance(chosen, flash.Flash3Kernels)
+    assert choose(CUDA).name == "sdpa"
+    install(monkeypatch, **{"torch.nn.attention.varlen": SimpleNamespace(varlen_attn=varlen)})
+    assert choose(CUDA).name == "torch varlen"
+    install(monkeypatch, flash_attn=FLASH2)
+    assert choose(CUDA).name == "flash-attn 2"
+    install(monkeypatch, flash_attn=FLASH2, flash_attn_interface=FLASH3)
+    chosen = choose(Device("cuda", "bfloat16", overlap="partition", decode_sms=32))
+    assert isinstance(chosen, Flash3Kernels)
     assert (chosen.prefill_margin, chosen.decode_margin) == (32, 100)
-    assert flash.choose(Device("cuda", "float32")).name == "sdpa"
+    assert choose(Device("cuda", "float32")).name == "sdpa"
     with pytest.raises(InputError, match="not float32"):
-        flash.choose(Device("cuda", "float32", attention="flash"))
-    found.clear()
+        choose(Device("cuda", "float32", attention="flash"))
+    install(monkeypatch)
     with pytest.raises(InputError, match=r"needs flash-attn 2\.5"):
-        flash.choose(Device("cuda", "bfloat16", attention="flash"))
-    found["flash_attn"] = SimpleNamespace(__version__="2.3.0")
+        choose(Device("cuda", "bfloat16", attention="flash"))
+    install(monkeypatch, flash_attn=SimpleNamespace(__version__="2.3.0"))
     with pytest.raises(InputError, match="no paged KV"):
-        flash.choose(CUDA)
+        choose(CUDA)
 
 
 def test_no_gpu_is_said_before_ranks_start() -> None:
@@ -439,7 +450,7 @@ def test_import_needs_neither_flash_attn_nor_cuda() -> None:
     """E11: everything imports on a CPU-only machine; `import executor` alone does not even load torch."""
     code = (
         "import sys, executor; assert 'torch' not in sys.modules;"
-        "import executor.cuda.flash, executor.cuda.graphs, executor.cuda.streams, executor.gpu_check, executor.check;"
+        "import executor.kernels, executor.cuda.graphs, executor.cuda.streams, executor.gpu_check, executor.check;"
         "assert not any(name.startswith(('flash_attn', 'cuda.')) for name in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -11,11 +11,13 @@ import pytest
 from executor_harness import THREADS, alone, generate, tiny
 
 from confsim import api
-from confsim.run.plan import IterationTiming
+from confsim.run.plan import DecodeBatch, IterationPlan, IterationTiming, PrefillChunk
+from confsim.run.request import Request
 from confsim.schemes.base import Instance, Setup
 from confsim.specs import KvConfig
 from executor.backend import derive_tokens
-from executor.config import ExecutorConfig, Layout
+from executor.config import ExecutorConfig
+from executor.layouts import layout_kind
 from executor.live import LiveBackendConfig, LiveLoop
 from traces.trace import SCHEMA, Trace
 
@@ -106,14 +108,11 @@ def test_schemes_run_on_real_ranks(name: str, expected: dict[int, list[int]], mo
 
 
 def test_layouts_match_the_simulators_groups() -> None:
-    from confsim.run.plan import DecodeBatch, IterationPlan, PrefillChunk
-    from confsim.run.request import Request
-    from executor.backend import spread_plan
-
+    """A scheme that counts all groups as one batch of decodes has them dealt out, and the prompts' shards kept."""
     request, other = Request(3, 0.0, 7), Request(4, 0.0, 7)
-    plan = IterationPlan((PrefillChunk(request, 0, (7,), True, 0),), (DecodeBatch(0, 1, 8, {4: other}),))
-    spread = spread_plan(plan, Layout("sp", 2, 1))
-    assert spread.prefill[0].shards == (4, 3)
+    plan = IterationPlan((PrefillChunk(request, 0, (3, 4), True, 0),), (DecodeBatch(0, 1, 8, {4: other}),))
+    spread = layout_kind("sp").arranged(plan, 2)
+    assert spread.prefill[0].shards == (3, 4)
     assert spread.prefill[0].group == 1
     assert [list(batch.members) for batch in spread.decode] == [[4], []]
-    assert spread_plan(plan, Layout("tp", 1, 2)) is plan
+    assert layout_kind("tp").arranged(plan, 1) is plan

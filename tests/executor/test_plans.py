@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from executor_harness import alone, generate, prompts, random_split, tiny
+from executor_harness import THREADS, all_on, alone, generate, prompts, random_split, tiny
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from confsim.errors import InputError
 from confsim.specs import KvConfig
+from executor import generate as generation
 from executor.config import Device, Layout, Sampling
 from executor.runtime import Runtime
 
@@ -72,7 +73,7 @@ def test_preempted_requests_go_on_where_they_were(runtimes: dict[Layout, Runtime
     expected = generate(runtimes[Layout("tp")], requests, 40)
     for layout in (Layout("xp", 2, 1), Layout("tp", 1, 2), Layout("sp", 2, 1)):
         run = generate(runtimes[layout], requests, 40, 48)
-        assert run.schedule.preemptions > 0
+        assert run.preemptions > 0
         assert run.tokens == expected.tokens
 
 
@@ -81,11 +82,7 @@ def test_empty_shards_and_ranks_without_decodes(runtimes: dict[Layout, Runtime])
     requests = prompts([21])
     expected = generate(runtimes[Layout("tp")], requests, 5)
     for target in range(4):
-
-        def split(tokens: int, load: tuple[int, ...], target: int = target) -> tuple[int, ...]:
-            return tuple(tokens * (group == target) for group in range(4))
-
-        run = generate(runtimes[Layout("xp", 4, 1)], requests, 5, 8, split)
+        run = generate(runtimes[Layout("xp", 4, 1)], requests, 5, 8, all_on(target))
         assert run.tokens == expected.tokens
 
 
@@ -102,8 +99,11 @@ def test_tokens_do_not_depend_on_batch_or_layout_when_sampled(runtimes: dict[Lay
     requests = prompts([12, 17, 8])
     hot = Sampling(temperature=1.5, seed=3)
     together = generate(runtimes[Layout("tp")], requests, 8, sampling=hot).tokens
-    apart = {k: generate(runtimes[Layout("tp")], {k: v}, 8, sampling=hot).tokens[k] for k, v in requests.items()}
-    assert together == apart
+    for count in (1, 2):
+        fewer = {request: requests[request] for request in range(count)}
+        assert generate(runtimes[Layout("xp", 2, 1)], fewer, 8, sampling=hot).tokens == {
+            request: together[request] for request in fewer
+        }
     other = generate(runtimes[Layout("tp")], requests, 8, sampling=Sampling(temperature=1.5, seed=4)).tokens
     assert other != together
     assert len({tuple(tokens) for tokens in together.values()}) == 3
@@ -116,16 +116,14 @@ def test_top_k_of_one_is_greedy(runtimes: dict[Layout, Runtime]) -> None:
     assert generate(runtimes[Layout("tp")], requests, 8, sampling=Sampling(1.0, top_p=1e-6)).tokens == greedy
 
 
-def test_context_limit_is_the_simulators_rule() -> None:
-    """S5: prompt + output up to the limit runs, one more is refused, with the simulator's reason."""
-    from executor.schedule import Schedule
-
-    model = tiny(max_context_tokens=8192)
-    schedule = Schedule(Layout("xp", 2, 1), model, KvConfig(capacity_tokens=20000))
-    reasons = [schedule.add(i, *sizes) for i, sizes in enumerate(((6758, 500), (8000, 192), (8000, 193)))]
-    assert reasons == ["", "", "context_limit"]
-    small = Schedule(Layout("xp", 2, 1), model, KvConfig(capacity_tokens=50 * 16))
-    assert [small.add(0, 900, 2), small.add(1, 300, 2)] == ["kv_capacity", ""]  # S1
+def test_what_can_never_run_is_refused_with_the_simulators_reason() -> None:
+    """Prompt + output up to the context limit runs, one more does not; nor does what no pool can hold."""
+    prompt = prompts([60])[0]
+    with Runtime(tiny(max_context_tokens=64), Layout("xp", 2, 1), THREADS, KvConfig(capacity_tokens=512)) as runtime:
+        made = generation.generate(runtime, [prompt, prompt], [4, 5])
+        assert (made.refused, [len(tokens) for tokens in made.tokens]) == (["", "context_limit"], [4, 0])
+    with Runtime(tiny(), Layout("xp", 2, 1), THREADS, KvConfig(capacity_tokens=64)) as runtime:
+        assert generation.generate(runtime, [prompt, prompt[:20]], 2).refused == ["kv_capacity", ""]
 
 
 def test_draws_follow_the_distribution() -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from executor_harness import THREADS, Run, generate, prompts, random_split, tiny
+from executor_harness import THREADS, all_on, generate, prompts, random_split, tiny
 
 from analysis.calibrate.stages import missing_kv_bytes
 from confsim.parallel import all_reduce_bytes, output_exchange_bytes, qkv_exchange_bytes
+from confsim.run.plan import IterationPlan
 from confsim.specs import KvConfig
 from executor.config import Layout, ModelConfig
 from executor.runtime import Runtime
-from executor.schedule import Schedule
 
 FLOAT = 4
 
@@ -31,9 +31,8 @@ CASES = {
 }
 
 
-def expected(model: ModelConfig, layout: Layout, group: int, run: Run) -> dict[str, int]:
-    """Bytes of one rank of `group` in the iteration that the run's schedule has just planned."""
-    plan = run.schedule._plan
+def expected(model: ModelConfig, layout: Layout, group: int, plan: IterationPlan) -> dict[str, int]:
+    """Bytes of one rank of `group` in a plan's iteration."""
     heads = (model.num_attention_heads, model.num_key_value_heads, model.head_dim)
     prompt_rows = sum(chunk.shards[group] for chunk in plan.prefill)
     rows = prompt_rows + len(plan.decode[group].members)
@@ -52,25 +51,16 @@ def expected(model: ModelConfig, layout: Layout, group: int, run: Run) -> dict[s
 def test_bytes_equal_the_formulas(name: str) -> None:
     layout, q_heads, kv_heads = CASES[name]
     model = tiny("llama", q_heads, kv_heads)
-    kv = KvConfig(capacity_tokens=1024)
     requests = prompts([33, 20, 5])
     outputs = [1, 4, 6]  # the first has no decode: its KV goes nowhere
-    with Runtime(model, layout, THREADS, kv) as runtime:
-        schedule = Schedule(layout, model, kv, 12, random_split(2))
-        for (request, tokens), count in zip(requests.items(), outputs, strict=True):
-            schedule.add(request, len(tokens), count)
-            runtime.add(request, tokens)
-        run = Run(runtime, schedule)
-        moved_kv = 0
-        while not schedule.done:
-            plan = schedule.plan()
-            done = runtime.run(plan)
-            for report in done.ranks:
-                group = report.rank // layout.tp
-                counted = {use: n for use, n in report.moved.items() if n and use in EXCHANGED}
-                assert counted == expected(model, layout, group, run)
-                moved_kv += report.moved.get("kv_transfer", 0)
-            schedule.finish()
+    with Runtime(model, layout, THREADS, KvConfig(capacity_tokens=1024)) as runtime:
+        run = generate(runtime, requests, outputs, 12, random_split(2))
+    moved_kv = 0
+    for plan, done in zip(run.plans, run.iterations, strict=True):
+        for report in done.ranks:
+            counted = {use: n for use, n in report.moved.items() if n and use in EXCHANGED}
+            assert counted == expected(model, layout, report.rank // layout.tp, plan)
+            moved_kv += report.moved.get("kv_transfer", 0)
     a_token = missing_kv_bytes(model.spec("float32"), layout.tp, layout.groups) if layout.migrates else 0.0
     moving_tokens = len(requests[1]) + len(requests[2])
     assert moved_kv == moving_tokens * a_token * model.num_hidden_layers * layout.tp
@@ -86,7 +76,7 @@ def test_last_token_follows_its_request() -> None:
     reference = None
     for layout in (Layout("tp"), Layout("xp", 4, 1)):
         with Runtime(model, layout, THREADS, KvConfig(capacity_tokens=512)) as runtime:
-            run = generate(runtime, requests, 5, split=lambda n, load: (n,) + (0,) * (len(load) - 1))
+            run = generate(runtime, requests, 5, split=all_on(0))
         reference = reference or run.tokens
         assert run.tokens == reference
         if layout.groups > 1:

@@ -1,14 +1,14 @@
-"""Attention over paged KV: what a kernel family must do, and the family that needs no GPU (PyTorch's SDPA)."""
+"""Attention over paged KV: what a kernel family is given, and what it must do."""
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,10 @@ class AttentionKernels(Protocol):
     def version(self) -> str:
         """Of the package that the kernels come from."""
 
+    @property
+    def page_multiple(self) -> int:
+        """Tokens that a page must be a multiple of."""
+
     def prefill(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: PrefillBatch) -> torch.Tensor:
         """`q [tokens, q_heads, d]` over pages `[pages, page_tokens, kv_heads, d]`; like `q`."""
 
@@ -117,43 +121,12 @@ class AttentionKernels(Protocol):
         """`q [sequences, q_heads, d]` over pages `[pages, page_tokens, kv_heads, d]`; like `q`."""
 
 
-@dataclass(frozen=True)
-class SdpaKernels:
-    """Gathers pages, then `scaled_dot_product_attention`; decodes are padded within buckets of similar context."""
-
-    name: str = "sdpa"
-    version: str = torch.__version__
-
-    def prefill(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: PrefillBatch) -> torch.Tensor:
-        """One call a sequence: chunks are few and long."""
-        out = torch.empty_like(q)
-        start = 0
-        for index, (new, context) in enumerate(zip(batch.queries, batch.contexts, strict=True)):
-            k = _gather(keys, batch.block_table[index], context)
-            v = _gather(values, batch.block_table[index], context)
-            mask = batch.masks[index]
-            part = F.scaled_dot_product_attention(
-                q[start : start + new].transpose(0, 1)[None],
-                k.transpose(0, 1)[None],
-                v.transpose(0, 1)[None],
-                attn_mask=mask,
-                is_causal=mask is None,
-                enable_gqa=True,
-            )
-            out[start : start + new] = part[0].transpose(0, 1)
-            start += new
-        return out
-
-    def decode(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: DecodeBatch) -> torch.Tensor:
-        """One call a bucket; the query heads of a KV head stand in as its queries."""
-        buckets = batch.buckets
-        if len(buckets) == 1 and buckets[0].members is None:
-            return _decode_bucket(q, keys, values, buckets[0])
-        out = torch.empty_like(q)
-        for bucket in buckets:
-            assert bucket.members is not None
-            out[bucket.members] = _decode_bucket(q[bucket.members], keys, values, bucket)
-        return out
+def installed(name: str) -> Any | None:
+    """A module, or None where it cannot be imported."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
 
 
 def _bucket(batch: DecodeBatch, members: np.ndarray | None, lengths: np.ndarray) -> Bucket:
@@ -164,21 +137,6 @@ def _bucket(batch: DecodeBatch, members: np.ndarray | None, lengths: np.ndarray)
     positions = torch.arange(pages * batch.page_tokens, device=device)
     mask = positions[None] < torch.from_numpy(lengths.astype(np.int64)).to(device)[:, None]
     return Bucket(index, table.contiguous(), mask[:, None, None])
-
-
-def _decode_bucket(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bucket: Bucket) -> torch.Tensor:
-    sequences, pages = bucket.block_table.shape
-    _, page_tokens, heads, dim = keys.shape
-    flat = bucket.block_table.reshape(-1)
-    k = keys.index_select(0, flat).view(sequences, pages * page_tokens, heads, dim).transpose(1, 2)
-    v = values.index_select(0, flat).view(sequences, pages * page_tokens, heads, dim).transpose(1, 2)
-    queries = q.view(sequences, heads, q.shape[1] // heads, dim)
-    return F.scaled_dot_product_attention(queries, k, v, attn_mask=bucket.mask).reshape(q.shape)
-
-
-def _gather(pages: torch.Tensor, table: torch.Tensor, tokens: int) -> torch.Tensor:
-    used = table[: -(-tokens // pages.shape[1])]
-    return pages.index_select(0, used).flatten(0, 1)[:tokens]
 
 
 def _causal(new: int, context: int, device: torch.device) -> torch.Tensor:
