@@ -11,6 +11,7 @@ from analysis.experiments import ablation, attention_stage, dispatch, prefill_ra
 from analysis.experiments.base import Experiment, Settings
 from analysis.experiments.document import write_document, write_explorer
 from analysis.experiments.run import Runner
+from analysis.pages.charts import missing
 from confsim.errors import InputError
 from confsim.setup.configuration import did_you_mean
 
@@ -24,6 +25,8 @@ def command(cfg: DictConfig) -> None:
     Raises:
         InputError: for a user's mistake.
     """
+    if no_figures := missing():
+        raise InputError(no_figures)
     settings = read_settings(cfg)
     wanted = read_names(cfg)
     if not isinstance(cfg.workers, int) or cfg.workers < 1:

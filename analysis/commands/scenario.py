@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from analysis.commands.shared import in_sweep, make_console, print_warnings, run_folder, seconds, shown
-from analysis.pages.charts import Figure, bars, write_svg
+from analysis.pages.charts import Figure, bars, missing, write_svg
 from confsim.run.scenario import PARTS, run
 
 DRAWN = 40  # iterations that the plot shows, from the first on
@@ -28,15 +28,17 @@ def command(cfg: DictConfig) -> None:
     folder = run_folder()
     result = run(cfg)
     result.write(folder)
-    write_svg(breakdown_figure(result.iterations), folder / "iterations.svg")
-    write_svg(tokens_figure(result.summary), folder / "tokens.svg")
+    no_plots = missing()
+    if no_plots is None:
+        write_svg(breakdown_figure(result.iterations), folder / "iterations.svg")
+        write_svg(tokens_figure(result.summary), folder / "tokens.svg")
     if cfg.quiet:
         return
     console = make_console()
     if in_sweep():
         console.print(one_line(result.summary), markup=False, highlight=False)
     else:
-        print_result(console, result.summary, folder)
+        print_result(console, result.summary, folder, no_plots)
 
 
 # --- on the terminal -------------------------------------------------------------------------------------------------
@@ -49,15 +51,16 @@ def one_line(summary: dict[str, Any]) -> str:
     return f"{summary['scheme']}: {summary['label']}: {seconds(mean_s)} a prefill, largest gap {gap}"
 
 
-def print_result(console: Console, summary: dict[str, Any], folder: Path) -> None:
-    """The first screen of a scenario."""
+def print_result(console: Console, summary: dict[str, Any], folder: Path, no_plots: str | None = None) -> None:
+    """The first screen of a scenario; `no_plots` says why there are none."""
     console.print(Text(f"{summary['scheme']}, {summary['model']} on {summary['cluster']['gpus']} GPUs", style="bold"))
     console.print(summary["label"], markup=False, highlight=False)
     console.print(_facts(summary))
     console.print(_breakdown(summary))
     console.print(_groups(summary))
-    print_warnings(console, summary["warnings"])
-    console.print(f"written: {shown(folder / 'summary.json')}, plots beside it", markup=False, highlight=False)
+    print_warnings(console, [*summary["warnings"], *filter(None, [no_plots])])
+    plots = ", plots beside it" if no_plots is None else ""
+    console.print(f"written: {shown(folder / 'summary.json')}{plots}", markup=False, highlight=False)
 
 
 def _facts(summary: dict[str, Any]) -> Table:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 
 from analysis.experiments.base import Section
-from analysis.pages.charts import Figure, write_svg
+from analysis.pages import html
+from analysis.pages.charts import write_svg
+from analysis.pages.theme import Figure
 from traces.files import write_whole
 
 HEAD = """# Experiments
@@ -34,17 +35,7 @@ def write_document(path: Path, sections: Sequence[Section]) -> None:
 
 
 def write_explorer(path: Path, sections: Sequence[Section]) -> None:
-    """Write one self-contained HTML page with every figure drawn by plotly.js."""
-    from plotly.offline import get_plotlyjs
-
-    body = [f"<script>{get_plotlyjs()}</script>", "<h1>Experiments</h1>"]
-    number = 0
-    for section in sections:
-        body.append(f"<h2>{escape(section.title)}</h2>")
-        for name, figure in section.figures.items():
-            data, layout = json.dumps(figure["data"]), json.dumps({**figure["layout"], "title": {"text": name}})
-            body.append(f'<div id="figure{number}"></div>')
-            body.append(f"<script>Plotly.newPlot('figure{number}', {data}, {layout}, {{responsive: true}})</script>")
-            number += 1
-    page = '<!DOCTYPE html><html><head><meta charset="utf-8"><title>Experiments</title></head><body>'
-    write_whole(path, "\n".join([page, *body, "</body></html>", ""]))
+    """Write one self-contained HTML page with every figure drawn by plotly.js, each with its caption."""
+    text = "\n".join(line for section in sections for line in section.lines)
+    captions = {name: caption for caption, name in re.findall(r"!\[(.*)\]\(experiments/(.*)\.svg\)", text)}
+    write_whole(path, html.render("experiments.html", title="Experiments", sections=sections, captions=captions))

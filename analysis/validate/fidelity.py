@@ -7,13 +7,15 @@ section on measured engines shows docs/silicon.json, which `confsim validate sou
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from analysis.markdown import table
-from analysis.validate.silicon_doc import section
+from analysis.pages import html
+from analysis.validate.silicon_page import SPLITS
 from confsim.latency.base import LatencyModel
 from confsim.latency.config import FittedLatency, packaged
 from confsim.latency.profile import PACKAGED, Profile
@@ -24,6 +26,7 @@ from confsim.setup.configuration import compose
 from confsim.specs import GpuSpec, ModelSpec
 from traces.files import write_whole
 
+RECORD = Path(__file__).resolve().parents[2] / "docs" / "silicon.json"
 GPU = "h100_sxm"
 MODEL = "qwen3_14b"
 BATCH_TOKENS = 8192  # prefill tokens of a GPU in one iteration, schemes' default cap
@@ -34,7 +37,7 @@ COMPONENTS = ("gemm", "decode_attention", "prefill_attention", "all_to_all", "al
 
 
 @dataclass(frozen=True)
-class Row:
+class PublishedFigure:
     """A figure of the paper (None: it gives none) and what the profile predicts, both as numbers in `unit`."""
 
     what: str
@@ -54,7 +57,7 @@ class Row:
         return [self.what, show(self.paper), show(self.ours), f"{self.ours / self.paper - 1:+.0%}"]
 
 
-class Bench:
+class IterationBench:
     """Costs of single iterations of one model on one GPU type, put together as the schemes put them together."""
 
     def __init__(self, model: ModelSpec, gpu: GpuSpec, source: FittedLatency) -> None:
@@ -124,47 +127,47 @@ def _chunk(tokens: int, cached: int, sp: int, last: bool) -> tuple[PrefillChunk,
     return (PrefillChunk(Request(0, 0.0, cached + tokens), cached, shares, last),)
 
 
-def bench(model: str = MODEL, gpu: str = GPU) -> Bench:
+def bench(model: str = MODEL, gpu: str = GPU) -> IterationBench:
     """A bench of a packaged profile under the default configuration."""
     from hydra.utils import instantiate
 
     cfg = compose([f"model={model}", f"gpu={gpu}"])
-    return Bench(instantiate(cfg.model), instantiate(cfg.gpu), instantiate(cfg.latency))
+    return IterationBench(instantiate(cfg.model), instantiate(cfg.gpu), instantiate(cfg.latency))
 
 
-def decode_rows(b: Bench) -> list[Row]:
+def decode_rows(b: IterationBench) -> list[PublishedFigure]:
     """16 decodes of 8K on one GPU, and the prefill that fits beside them."""
     decode_s = b.iteration_s(1, 1, DECODES)
     share = b.decode_flops() / (decode_s * b.gpu.flops)
     rows = [
-        Row("16 decodes of 8K, one GPU: iteration", 20.0, decode_s * 1e3, "ms", 1),
-        Row("its compute share (FLOPs over peak)", 16.0, share * 100, "%", 1),
+        PublishedFigure("16 decodes of 8K, one GPU: iteration", 20.0, decode_s * 1e3, "ms", 1),
+        PublishedFigure("its compute share (FLOPs over peak)", 16.0, share * 100, "%", 1),
     ]
     for target_s, paper in ((0.050, 1000.0), (0.100, 2200.0)):
         limit = f"{target_s * 1e3:.0f} ms"
         fresh = b.largest_chunk(target_s, 0, True)
-        rows.append(Row(f"prefill tokens beside them within {limit}", paper, fresh, "tokens"))
+        rows.append(PublishedFigure(f"prefill tokens beside them within {limit}", paper, fresh, "tokens"))
         turns = b.largest_chunk(target_s, 0, False)
-        rows.append(Row(f"… attention paths in turn, {limit}", None, turns, "tokens"))
+        rows.append(PublishedFigure(f"… attention paths in turn, {limit}", None, turns, "tokens"))
         deep = b.largest_chunk(target_s, 16_384, True)
-        rows.append(Row(f"… behind a cached prefix of 16K (derived), {limit}", None, deep, "tokens"))
+        rows.append(PublishedFigure(f"… behind a cached prefix of 16K (derived), {limit}", None, deep, "tokens"))
     return rows
 
 
-def prompt_rows(b: Bench) -> list[Row]:
+def prompt_rows(b: IterationBench) -> list[PublishedFigure]:
     """GPUs that long prompts need."""
     rows = []
     for prompt, paper in ((32_768, 2.0), (65_536, 4.0)):
         name = f"{prompt // 1024}K prompt"
-        rows.append(Row(f"{name}: GPUs for a first token within 2 s", paper, b.least_gpus(prompt), "GPUs"))
+        rows.append(PublishedFigure(f"{name}: GPUs for a first token within 2 s", paper, b.least_gpus(prompt), "GPUs"))
         for gpus in GPUS:
             plural = "GPUs" if gpus > 1 else "GPU"
             seconds = b.prefill_s(1, gpus, prompt)
-            rows.append(Row(f"… alone on {gpus} {plural} by sequence", None, seconds, "s", 2))
+            rows.append(PublishedFigure(f"… alone on {gpus} {plural} by sequence", None, seconds, "s", 2))
     return rows
 
 
-def efficiency_rows(b: Bench) -> list[Row]:
+def efficiency_rows(b: IterationBench) -> list[PublishedFigure]:
     """Time on one GPU over eight times the time on eight."""
 
     def share(one: float, eight: float) -> float:
@@ -176,16 +179,16 @@ def efficiency_rows(b: Bench) -> list[Row]:
         name = f"prefill of {prompt // 1024}K on 8 GPUs"
         quoted = prompt == 32_768
         sp, tp = share(one, b.prefill_s(1, 8, prompt)), share(one, b.prefill_s(8, 1, prompt))
-        rows.append(Row(f"{name}: sequence parallel", 93.0 if quoted else None, sp, "%"))
-        rows.append(Row(f"{name}: tensor parallel", 66.0 if quoted else None, tp, "%"))
+        rows.append(PublishedFigure(f"{name}: sequence parallel", 93.0 if quoted else None, sp, "%"))
+        rows.append(PublishedFigure(f"{name}: tensor parallel", 66.0 if quoted else None, tp, "%"))
     one = b.iteration_s(1, 1, DECODES)
     tp, sp = b.iteration_s(8, 1, DECODES), b.spread_decode_s(8)
-    rows.append(Row("16 decodes of 8K on 8 GPUs: tensor parallel", 39.0, share(one, tp), "%"))
-    rows.append(Row("16 decodes of 8K on 8 GPUs: sequence parallel", 16.0, share(one, sp), "%"))
+    rows.append(PublishedFigure("16 decodes of 8K on 8 GPUs: tensor parallel", 39.0, share(one, tp), "%"))
+    rows.append(PublishedFigure("16 decodes of 8K on 8 GPUs: sequence parallel", 16.0, share(one, sp), "%"))
     return rows
 
 
-def term_rows(b: Bench) -> list[list[str]]:
+def term_rows(b: IterationBench) -> list[list[str]]:
     """Where an iteration's time goes: a decode batch, a chunk beside it on one GPU, and a chunk over four."""
     one, four = b.latency(1, 1), b.latency(1, 4)
 
@@ -253,101 +256,28 @@ def law_rows() -> list[list[str]]:
     return rows
 
 
-COMPARED = ("figure", "paper", "predicted", "deviation")
-
-
 def page() -> str:
-    """The whole page."""
+    """The whole page, in Markdown."""
     b = bench()
-    profile = b.source.load(b.model, b.gpu)
-    slow = b.latency(1, 4)
-    build: Callable[[list[Row]], str] = lambda rows: table(COMPARED, [row.cells() for row in rows])  # noqa: E731
-    return PAGE.format(
+    profile, slow = b.source.load(b.model, b.gpu), b.latency(1, 4)
+    return html.render(
+        "fidelity.md",
         hash=profile.profile_hash,
         package=f"{profile.provenance['package']} {profile.provenance['package_version']}",
         g_p=f"{slow.prefill_slowdown:.2f}",
         g_d=f"{slow.decode_slowdown:.2f}",
         share=f"{b.source.decode_sm_share:.0%}",
-        decode=build(decode_rows(b)),
-        prompts=build(prompt_rows(b)),
-        efficiency=build(efficiency_rows(b)),
-        terms=table(
-            ("iteration, ms", "linear", "decode att.", "prefill att.", "all-to-all", "head", "host"), term_rows(b)
-        ),
-        errors=table(
-            ("profile", "component", "mean %", "median %", "P95 %", "rows", "replicates apart %", "floor %"),
-            error_rows(),
-        ),
-        kinds=table(
-            ("GPU", "GEMM dtype", "decode (1–256 tokens)", "mixed (257–4,096)", "prefill (above)"), kind_rows()
-        ),
-        law=table(("profile", "mean %", "median %", "P95 %", "rows"), law_rows()),
-        silicon=section(),
+        decode=[row.cells() for row in decode_rows(b)],
+        prompts=[row.cells() for row in prompt_rows(b)],
+        efficiency=[row.cells() for row in efficiency_rows(b)],
+        terms=term_rows(b),
+        errors=error_rows(),
+        kinds=kind_rows(),
+        law=law_rows(),
+        record=json.loads(RECORD.read_text(encoding="utf-8")),
+        splits=SPLITS,
+        table=table,
     )
-
-
-PAGE = """# Fidelity of the latency profiles
-
-Generated by `make fidelity`; do not edit. It shows what the packaged profiles predict under the default
-configuration beside figures published for the ConfluxServe paper (arXiv 2610.37810), with the deviations as they are.
-No parameter was chosen to close them.
-
-Profile: Qwen3-14B on H100 SXM, hash `{hash}`, fitted to {package}.
-How profiles are made: [latency.md](latency.md).
-
-**Derived, not measured**: attention behind a cached prefix (from a law fitted on chunks without one), the KV transfer
-(from the all-to-all's receive rate), and how the two attention paths slow each other: decode holds {share} of the SMs,
-hence g_p = {g_p} and g_d = {g_d}. The host's overhead is a constant from another engine's measurements. Chunks above
-16,384 tokens are extrapolated at the last efficiency.
-
-## Decode and the prefill that fits beside it
-
-{decode}
-
-The compute share is FLOPs over time and peak rate. The paper does not define its own; rows padded to the kernels' tiles
-or the share of time that tensor cores are busy would give larger values. The iteration includes linear layers,
-attention, LM head, and host time where it exceeds the GPU's.
-
-{terms}
-
-## Long prompts
-
-A lone prompt on idle GPUs, chunks of at most 8,192 tokens a GPU.
-
-{prompts}
-
-## Parallel efficiency at 8 GPUs
-
-Time on one GPU over eight times the time on eight. The paper does not give its prompt length; its figures stand beside
-32K. Sequence-parallel decode spreads tokens over the GPUs and attention over heads.
-
-{efficiency}
-
-## Held-out error
-
-Percent of the measured time. GEMM: every weight shape predicted without its own rows. Decode and prefill attention,
-collectives: every inner point predicted from its neighbours. "Replicates apart": the mean difference between
-measurements of the same point (GEMM and attention: by different engines; collectives: repeated runs); a model that
-knew the truth would still err by 1/√2 of it, the floor. For attention no repeated run of one build is published:
-engines differ in kernel builds and scheduling, so there the column is not noise but how far the choice of engine
-matters (profiles follow vLLM's). Nothing here covers what is derived. The aim is 4% in the mean, or the floor.
-
-{errors}
-
-### By kind of batch
-
-GEMM error, mean / P95 in percent, by the tokens stacked on a GPU. Public tables have no mixed iterations as a whole:
-a mixed batch is tested where it differs, in the stacked GEMMs.
-
-{kinds}
-
-### The law behind prefixes
-
-Prefill attention without a prefix, chunks from 512 tokens, on head counts the law was not fitted to.
-
-{law}
-
-{silicon}"""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def bench() -> fidelity.Bench:
+def bench() -> fidelity.IterationBench:
     """Qwen3-14B on the H100 under the default configuration."""
     return fidelity.bench()
 
@@ -25,13 +25,13 @@ def test_the_page_is_what_the_command_writes(tmp_path: Path) -> None:
     )
 
 
-def test_chunks_fill_the_target(bench: fidelity.Bench) -> None:
+def test_chunks_fill_the_target(bench: fidelity.IterationBench) -> None:
     fits = bench.largest_chunk(0.050, 0, True)
     assert bench.iteration_s(1, 1, 16, fits) <= 0.050 < bench.iteration_s(1, 1, 16, fits + 1)
     assert bench.largest_chunk(0.100, 16_384, True) < bench.largest_chunk(0.100, 0, True)
 
 
-def test_a_lone_prompt_is_the_sum_of_its_chunks(bench: fidelity.Bench) -> None:
+def test_a_lone_prompt_is_the_sum_of_its_chunks(bench: fidelity.IterationBench) -> None:
     latency = bench.latency(1, 2)
     terms = 0.0
     for done in (0, 16_384):
@@ -40,11 +40,11 @@ def test_a_lone_prompt_is_the_sum_of_its_chunks(bench: fidelity.Bench) -> None:
     assert bench.prefill_s(1, 2, 32_768) == pytest.approx(terms + latency.head_s(1), rel=1e-9)
 
 
-def test_least_gpus_is_monotone_in_the_prompt(bench: fidelity.Bench) -> None:
+def test_least_gpus_is_monotone_in_the_prompt(bench: fidelity.IterationBench) -> None:
     assert 1 <= bench.least_gpus(8192) <= bench.least_gpus(32_768) <= bench.least_gpus(65_536)
     assert bench.least_gpus(2_000_000) == 0
 
 
 def test_rows_show_deviations_as_they_are() -> None:
-    assert fidelity.Row("x", 20.0, 19.0, "ms", 1).cells() == ["x", "20.0 ms", "19.0 ms", "-5%"]
-    assert fidelity.Row("x", None, 1900.0, "tokens").cells() == ["x", "–", "1,900 tokens", "–"]
+    assert fidelity.PublishedFigure("x", 20.0, 19.0, "ms", 1).cells() == ["x", "20.0 ms", "19.0 ms", "-5%"]
+    assert fidelity.PublishedFigure("x", None, 1900.0, "tokens").cells() == ["x", "–", "1,900 tokens", "–"]

@@ -16,12 +16,4 @@ def write_report(folders: Sequence[Path], path: Path, title: str | None = None) 
     Raises:
         InputError: if a folder does not exist or holds no result.
     """
-    return write_page(path, render(load_results(folders), title))
-
-
-def write_page(path: Path, text: str) -> Path:
-    """Write a page in one step."""
-    return write_whole(path, text)
-
-
-__all__ = ["write_page", "write_report"]
+    return write_whole(path, render(load_results(folders), title))

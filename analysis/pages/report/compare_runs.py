@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from analysis.pages.html import listed
 from analysis.pages.report.load import Results
 
 COLUMNS = 8  # results that a table of differences shows
@@ -20,7 +20,7 @@ QUIET_KEYS = ("output.", "goodput.workers", "quiet", "cache", "resume", "sweep."
 
 @dataclass(frozen=True)
 class Differences:
-    """A table: `names` of the results, and a row a setting, with the setting first."""
+    """A table: `names` of the results, and one row per setting, with the setting first."""
 
     names: tuple[str, ...] = ()
     rows: tuple[tuple[str, ...], ...] = ()
@@ -37,16 +37,16 @@ def mismatches(results: Results) -> list[str]:
                 continue
             by_value.setdefault(_short(origin.get(key, "unknown")), []).append(name)
         if len(by_value) > 1:
-            parts = "; ".join(f"{value}: {_list(names)}" for value, names in by_value.items())
+            parts = "; ".join(f"{value}: {listed(list(dict.fromkeys(names)), 3)}" for value, names in by_value.items())
             found.append(f"results come from different {title} ({parts})")
     dirty = [name for name, origin in origins if origin.get("git_dirty") is True]
     if dirty:
-        found.append(f"the source had uncommitted changes: {_list(dirty)}")
+        found.append(f"the source had uncommitted changes: {listed(list(dict.fromkeys(dirty)), 3)}")
     return found
 
 
 def _origins(results: Results) -> list[tuple[str, dict[str, Any]]]:
-    named = [(goodput.name, goodput.content) for goodput in results.goodputs]
+    named = [(search.name, search.content) for search in results.searches]
     named += [(run.name, run.summary) for run in results.simulations]
     return [(name, content.get("provenance") or {}) for name, content in named]
 
@@ -55,11 +55,6 @@ def _short(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {version}" for key, version in sorted(value.items()))
     return str(value)[:12]
-
-
-def _list(names: Sequence[str]) -> str:
-    distinct = list(dict.fromkeys(names))
-    return ", ".join(distinct[:3]) + (f" and {len(distinct) - 3} more" if len(distinct) > 3 else "")
 
 
 def common_and_different(results: Results) -> tuple[dict[str, str], Differences]:

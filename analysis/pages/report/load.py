@@ -35,7 +35,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Run:
+class LoadedRun:
     """One simulation. `series` is read only for runs that are drawn."""
 
     name: str
@@ -45,27 +45,32 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Goodput:
+class LoadedSearch:
     """A goodput search, named by its load; `runs` are the full runs at each scheme's goodput, by scheme."""
 
     name: str
     folder: Path
     content: dict[str, Any]
-    runs: dict[str, Run] = field(default_factory=dict)
+    runs: dict[str, LoadedRun] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Results:
     """All results of a report; `skipped` says what was found and is not shown."""
 
-    goodputs: tuple[Goodput, ...]
-    simulations: tuple[Run, ...]
+    searches: tuple[LoadedSearch, ...]
+    simulations: tuple[LoadedRun, ...]
     skipped: tuple[str, ...] = ()
 
     @property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[LoadedRun]:
         """Every simulation, those of searches included."""
-        return [run for goodput in self.goodputs for run in goodput.runs.values()] + list(self.simulations)
+        return [run for search in self.searches for run in search.runs.values()] + list(self.simulations)
+
+    @property
+    def drawn(self) -> list[LoadedRun]:
+        """Those whose iterations were read."""
+        return [run for run in self.runs if run.series is not None]
 
 
 def load_results(folders: Sequence[Path]) -> Results:
@@ -97,26 +102,26 @@ def _find(folder: Path) -> Iterator[Path]:
 
 
 def _load(paths: Sequence[Path]) -> Results:
-    goodputs: list[Goodput] = []
-    simulations: list[Run] = []
+    searches: list[LoadedSearch] = []
+    simulations: list[LoadedRun] = []
     skipped: list[str] = []
     budget = DRAWN_RUNS
     several = sum(path.name == "goodput.json" for path in paths) > 1
     for path in paths:
         content = read_json(path)
         if path.name == "goodput.json":
-            prefix = f"{len(goodputs) + 1}: " if several else ""
-            goodput = _goodput(path, content, budget, prefix)
-            budget -= len(goodput.runs)
-            goodputs.append(goodput)
+            prefix = f"{len(searches) + 1}: " if several else ""
+            search = _search(path, content, budget, prefix)
+            budget -= len(search.runs)
+            searches.append(search)
         elif "attainment" not in content:
             skipped.append(f"{path.parent}: results of kind {content.get('kind')} are not drawn")
         else:
             simulations.append(_run(path.parent, content, budget > 0))
             budget -= 1
-    if skipped and not goodputs and not simulations:
+    if skipped and not searches and not simulations:
         raise InputError(f"{skipped[0]} by this command; see report.html in that folder")
-    return Results(tuple(goodputs), tuple(simulations), tuple(skipped))
+    return Results(tuple(searches), tuple(simulations), tuple(skipped))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -134,27 +139,27 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _goodput(path: Path, content: dict[str, Any], budget: int, prefix: str) -> Goodput:
+def _search(path: Path, content: dict[str, Any], budget: int, prefix: str) -> LoadedSearch:
     """A search; where there are several, names begin with its number."""
     if not isinstance(content.get("schemes"), dict):
         raise InputError(f"{path}: has no schemes; it is not a goodput result")
-    runs: dict[str, Run] = {}
+    runs: dict[str, LoadedRun] = {}
     for name, scheme in content["schemes"].items():
         folder = path.parent / (scheme.get("folder") or name)
         if (folder / "summary.json").is_file():
             summary = read_json(folder / "summary.json")
             runs[name] = _run(folder, summary, len(runs) < budget, prefix + name)
     label = str(content.get("label") or path.parent.name)
-    return Goodput(prefix + label, path.parent, content, runs)
+    return LoadedSearch(prefix + label, path.parent, content, runs)
 
 
-def _run(folder: Path, summary: dict[str, Any], drawn: bool, scheme: str | None = None) -> Run:
+def _run(folder: Path, summary: dict[str, Any], drawn: bool, scheme: str | None = None) -> LoadedRun:
     name = f"{scheme or summary.get('scheme', folder.name)}, {summary.get('policy', '?')}"
     rate = summary.get("offered_rate")
     if rate is not None:
         name += f", {rate:.3g} req/s"
     file = folder / "iterations.parquet"
-    return Run(name, folder, summary, read_series(file) if drawn and file.is_file() else None)
+    return LoadedRun(name, folder, summary, read_series(file) if drawn and file.is_file() else None)
 
 
 def read_series(path: Path, bins: int = BINS) -> Series | None:

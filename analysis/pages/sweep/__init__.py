@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from analysis.pages.report import write_page
 from analysis.pages.sweep.images import write_images
 from analysis.pages.sweep.page import Choice, render
 from analysis.pages.sweep.view import load_view
+from traces.files import write_whole
 
 __all__ = ["Choice", "write_sweep_report"]
 
@@ -29,6 +29,6 @@ def write_sweep_report(
         InputError: for a folder that is no sweep, a sweep without results, or a key that it does not have.
     """
     text, figures = render(load_view(folders), choice or Choice(), title)
-    write_page(path, text)
+    write_whole(path, text)
     warnings = write_images(figures, path.parent / "figures", images) if images else []
     return path, warnings

@@ -1,84 +1,81 @@
-"""Figures of a sweep as plain plotly.js data: curves with seed bands, heat maps, a Pareto view, instances."""
+"""Figures of a sweep: curves with seed bands, heat maps, a Pareto view, instances."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from analysis.pages.report.figures import COLOURS, DASHES, Figure, numbers
-from analysis.pages.sweep.view import SEED, Row, groups, is_numeric, label, shown
+from analysis.pages.sweep.view import SEED, ResultRow, groups, is_numeric, label
+from analysis.pages.theme import (
+    COLOURS,
+    DASHES,
+    SHARE_FORMAT,
+    Figure,
+    Trace,
+    attainment_axis,
+    bar,
+    cycled,
+    figure,
+    is_share,
+    name,
+    numbers,
+    palette,
+    scatter,
+    shown,
+    title,
+)
 
-MOST_LINES = 24
-SHARES = ("attainment", "attained", "utilisation")
-UNITS = {"goodput": "goodput (req/s)", "goodput_per_gpu": "goodput per GPU (req/s)", "rate": "request rate (req/s)"}
-
-
-def axis_title(key: str) -> str:
-    """A key with its unit, as an axis says it."""
-    if key in UNITS:
-        return UNITS[key]
-    stem, _, rest = key.rpartition(".")
-    if (rest or key).endswith("_s") or (stem.endswith("_s") and rest.startswith("p")):
-        return f"{key} (s)"
-    return "attainment" if key == "attainment" else key
-
-
-def layout(x: str, y: str, height: int = 400, **more: Any) -> dict[str, Any]:
-    """Axes with titles and a legend above."""
-    base: dict[str, Any] = {
-        "height": height,
-        "margin": {"l": 70, "r": 20, "t": 16, "b": 54},
-        "xaxis": {"title": {"text": x}, "automargin": True},
-        "yaxis": {"title": {"text": y}, "automargin": True, "rangemode": "tozero"},
-        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
-        "hovermode": "closest",
-    }
-    for key, value in more.items():
-        base[key] = {**base[key], **value} if isinstance(base.get(key), dict) else value
-    return base
+MAX_LINES = 24
+FRONT = "not beaten in both"
 
 
-def _is_share(metric: str) -> bool:
-    return metric.split(".")[-1] in SHARES
-
-
-def _format(metric: str) -> dict[str, Any]:
-    return {"tickformat": ".0%"} if _is_share(metric) else {}
-
-
-def curves(rows: Sequence[Row], metric: str, x: str, by: str | None, others: Sequence[str]) -> Figure | None:
+def curves(
+    rows: Sequence[ResultRow],
+    metric: str,
+    x: str,
+    by: str | None,
+    others: Sequence[str],
+    target: float | None = None,
+) -> Figure | None:
     """A line for each value of `by` and of the `others`: the median over seeds, with their range as a band.
 
-    Colours tell `by` apart, dashes the rest. None where no line has a point.
+    Colours tell `by` apart, dashes the rest. None where no line has a point. Attainments get the `target` as a line.
     """
     keys = ([by] if by else []) + list(others)
     lines = {key: own for key, own in groups(rows, keys).items() if any(row.get(metric) is not None for row in own)}
     if not lines:
         return None
     first = 1 if by else 0
-    colour = _cycled((key[:first] for key in lines), COLOURS)
-    dash = _cycled((key[first:] for key in lines), DASHES)
+    colour = _colours(key[0] if by else None for key in lines)
+    dash = cycled((key[first:] for key in lines), DASHES)
     numeric = is_numeric(row.get(x) for row in rows)
-    data: list[dict[str, Any]] = []
-    for key, own in list(lines.items())[:MOST_LINES]:
-        look = {"color": colour[key[:first]], "dash": dash[key[first:]], "width": 2.5}
-        points = _points(own, metric, x)
-        name = label(keys, key) or metric
-        data += _line(points, x, name, look) if numeric else [_bars(points, x, name, look["color"])]
-    kind = {"type": "linear", "rangemode": "tozero"} if numeric else {"type": "category"}
-    shares = {"range": [0, 1.04]} if _is_share(metric) else {}
-    figure = layout(axis_title(x), axis_title(metric), xaxis=kind, yaxis={**_format(metric), **shares})
-    return {"data": data, "layout": {**figure, "showlegend": len(lines) > 1, "barmode": "group"}}
+    data: list[Trace] = []
+    for key, own in list(lines.items())[:MAX_LINES]:
+        look = {"color": colour[key[0] if by else None], "dash": dash[key[first:]], "width": 2.5}
+        points, called = _points(own, metric, x), label(keys, key) or name(metric)
+        data += _line(points, x, called, look) if numeric else [_bars(points, x, called, look["color"] if by else None)]
+    layout: dict[str, Any] = {"xaxis": {"type": "linear" if numeric else "category"}, "yaxis": _tick_format(metric)}
+    if metric == "attainment" and numeric:
+        layout |= attainment_axis((row.get(metric) for row in rows), target)
+    elif not numeric or metric.startswith("goodput"):
+        layout["yaxis"] |= {"rangemode": "tozero"}
+    return figure(data, title(x), title(metric), 400, showlegend=len(lines) > 1, barmode="group", **layout)
 
 
-def _cycled(values: Iterable[tuple[Any, ...]], looks: Sequence[str]) -> dict[tuple[Any, ...], str]:
-    """A look for each different value."""
-    return {value: looks[number % len(looks)] for number, value in enumerate(dict.fromkeys(values))}
+def _colours(values: Iterable[Any]) -> Mapping[Any, str]:
+    """A colour for each value of a key: schemes have their own."""
+    found = {value: shown(value) for value in values}
+    colours = palette(found.values())
+    return {value: colours[text] for value, text in found.items()}
 
 
-class Point(NamedTuple):
-    """Where on the axis, and the runs there: over seeds."""
+def _tick_format(metric: str) -> dict[str, Any]:
+    return {"tickformat": SHARE_FORMAT} if is_share(metric) else {}
+
+
+class SeedRange(NamedTuple):
+    """Values of the runs at a place of an axis that differ in their seeds."""
 
     at: Any
     median: float
@@ -92,16 +89,22 @@ class Point(NamedTuple):
         return f"{self.low:.4g} to {self.high:.4g}, {self.runs} runs"
 
 
-def _points(rows: Sequence[Row], metric: str, x: str) -> list[Point]:
+def _points(rows: Sequence[ResultRow], metric: str, x: str) -> list[SeedRange]:
     points = []
     for (at,), own in groups(rows, [x]).items():
         values = [float(row[metric]) for row in own if row.get(metric) is not None]
         if values:
-            points.append(Point(at, statistics.median(values), min(values), max(values), len(values)))
+            points.append(SeedRange(at, statistics.median(values), min(values), max(values), len(values)))
     return sorted(points, key=lambda point: point.at) if is_numeric(point.at for point in points) else points
 
 
-def _bars(points: Sequence[Point], x: str, name: str, colour: str) -> dict[str, Any]:
+def _hover(points: Sequence[SeedRange], x: str) -> dict[str, Any]:
+    text = f"{name(x)} %{{x}}: %{{y}} (%{{customdata[0]}})<extra>%{{fullData.name}}</extra>"
+    return {"customdata": [[point.about] for point in points], "hovertemplate": text}
+
+
+def _bars(points: Sequence[SeedRange], x: str, called: str, colour: str | None) -> Trace:
+    """Bars of one colour, or without one each of its own."""
     error = {
         "type": "data",
         "symmetric": False,
@@ -109,47 +112,25 @@ def _bars(points: Sequence[Point], x: str, name: str, colour: str) -> dict[str, 
         "arrayminus": numbers(point.median - point.low for point in points),
         "visible": any(point.low < point.high for point in points),
     }
-    return {
-        "type": "bar",
-        "name": name,
-        "x": [shown(point.at) for point in points],
-        "y": numbers(point.median for point in points),
-        "error_y": error,
-        "marker": {"color": colour},
-        "customdata": [[point.about] for point in points],
-        "hovertemplate": f"{x} %{{x}}: %{{y}} (%{{customdata[0]}})<extra>%{{fullData.name}}</extra>",
-    }
+    places, heights = [shown(point.at) for point in points], [point.median for point in points]
+    return bar(called, places, heights, colour or list(palette(places).values()), error_y=error, **_hover(points, x))
 
 
-def _line(points: Sequence[Point], x: str, name: str, look: dict[str, Any]) -> list[dict[str, Any]]:
+def _line(points: Sequence[SeedRange], x: str, called: str, look: dict[str, Any]) -> list[Trace]:
     xs = [point.at for point in points]
-    line = {
-        "type": "scatter",
-        "mode": "lines+markers",
-        "name": name,
-        "legendgroup": name,
-        "x": xs,
-        "y": numbers(point.median for point in points),
-        "line": look,
-        "marker": {"size": 7},
-        "customdata": [[point.about] for point in points],
-        "hovertemplate": f"{x} %{{x}}: %{{y}} (%{{customdata[0]}})<extra>%{{fullData.name}}</extra>",
-    }
+    medians = [point.median for point in points]
+    line = scatter(called, xs, medians, "lines+markers", legendgroup=called, line=look, **_hover(points, x))
     if all(point.low == point.high for point in points):
         return [line]
-    edge = {"type": "scatter", "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "legendgroup": name}
-    shade = _shade(look["color"])
-    low = {**edge, "name": f"{name}, lowest", "x": xs, "y": numbers(p.low for p in points), "showlegend": False}
-    high = {**edge, "name": f"{name}, range", "x": xs, "y": numbers(p.high for p in points), "showlegend": False}
-    return [low, {**high, "fill": "tonexty", "fillcolor": shade}, line]
+    edge = {"line": {"width": 0}, "hoverinfo": "skip", "legendgroup": called, "showlegend": False}
+    red, green, blue = (int(look["color"][i : i + 2], 16) for i in (1, 3, 5))
+    shade = {"fill": "tonexty", "fillcolor": f"rgba({red},{green},{blue},0.18)"}
+    low = scatter(f"{called}, lowest", xs, [point.low for point in points], "lines", **edge)
+    high = scatter(f"{called}, range", xs, [point.high for point in points], "lines", **edge, **shade)
+    return [low, high, line]
 
 
-def _shade(colour: str) -> str:
-    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return f"rgba({red},{green},{blue},0.18)"
-
-
-def heat_map(rows: Sequence[Row], metric: str, x: str, y: str, highest: float | None = None) -> Figure | None:
+def heat_map(rows: Sequence[ResultRow], metric: str, x: str, y: str, highest: float | None = None) -> Figure | None:
     """The median of a metric by two keys; None where there is none. Colours end at `highest`, shares at 100%."""
     cells = {
         key: statistics.median(values)
@@ -160,96 +141,91 @@ def heat_map(rows: Sequence[Row], metric: str, x: str, y: str, highest: float | 
         return None
     xs, ys = _ordered(key[0] for key in cells), _ordered(key[1] for key in cells)
     z = [numbers(cells.get((a, b)) for a in xs) for b in ys]
-    percent = _is_share(metric)
-    text = [["" if v is None else f"{v:.0%}" if percent else f"{v:.3g}" for v in row] for row in z]
-    top = 1.0 if percent else highest if highest else max(cells.values())
+    percent = is_share(metric)
     data = {
         "type": "heatmap",
         "x": [shown(value) for value in xs],
         "y": [shown(value) for value in ys],
         "z": z,
-        "text": text,
+        "text": [["" if v is None else f"{v:.0%}" if percent else f"{v:.3g}" for v in row] for row in z],
         "texttemplate": "%{text}",
         "colorscale": "Viridis",
+        "showscale": False,
         "zmin": 0,
-        "zmax": float(f"{top:.5g}"),
-        "colorbar": {"title": {"text": axis_title(metric)}, **_format(metric)},
-        "hovertemplate": f"{x} %{{x}}, {y} %{{y}}: %{{text}}<extra></extra>",
+        "zmax": float(f"{1.0 if percent else highest or max(cells.values()):.5g}"),
+        "hovertemplate": f"{name(x)} %{{x}}, {name(y)} %{{y}}: %{{text}}<extra></extra>",
     }
     category = {"type": "category"}
-    height = max(260, 110 + 34 * len(ys))
-    return {"data": [data], "layout": layout(axis_title(x), axis_title(y), height, xaxis=category, yaxis=category)}
+    height = max(240, 90 + 34 * len(ys))
+    return figure([data], title(x), title(y), height, xaxis=category, yaxis=category)
 
 
-def _ordered(values: Any) -> list[Any]:
+def _ordered(values: Iterable[Any]) -> list[Any]:
     found = list(dict.fromkeys(values))
     return sorted(found) if is_numeric(found) else found
 
 
-def pareto(rows: Sequence[Row], x: str, lower_is_better: bool, by: str | None, axes: Sequence[str]) -> Figure | None:
+class Trade(NamedTuple):
+    """A run's goodput per GPU and what it costs, with the value of the key that colours tell apart."""
+
+    cost: float
+    value: float
+    of: Any
+    about: str
+
+
+def pareto(
+    rows: Sequence[ResultRow], x: str, lower_is_better: bool, by: str | None, axes: Sequence[str]
+) -> Figure | None:
     """Goodput per GPU against a cost or a strictness, with the runs that no other run beats in both."""
-    others = [axis for axis in axes if axis not in (SEED, by)]
-    points = []
+    trades = _trades(rows, x, by, [axis for axis in axes if axis not in (SEED, by)])
+    if len({trade.cost for trade in trades}) < 2:
+        return None
+    sign = 1 if lower_is_better else -1
+    front: list[Trade] = []
+    for trade in sorted(trades, key=lambda trade: (sign * trade.cost, -trade.value)):
+        if trade.value > (front[-1].value if front else 0.0):
+            front.append(trade)
+    steps = {"color": "#888888", "width": 1.5, "dash": "dot", "shape": "hv" if sign > 0 else "vh"}
+    costs, values = [trade.cost for trade in front], [trade.value for trade in front]
+    data = [scatter(FRONT, costs, values, "lines", line=steps, hoverinfo="skip")]
+    for value, colour in _colours(trade.of for trade in trades).items():
+        own = [trade for trade in trades if trade.of == value]
+        best = [trade in front for trade in own]
+        look = {"size": [13 if b else 8 for b in best], "symbol": ["star" if b else "circle-open" for b in best]}
+        data.append(
+            scatter(
+                shown(value) if by else "runs",
+                [trade.cost for trade in own],
+                [trade.value for trade in own],
+                "markers",
+                text=[trade.about for trade in own],
+                marker={"color": colour, **look},
+                hovertemplate="%{y} req/s per GPU at %{x}<br>%{text}<extra>%{fullData.name}</extra>",
+            )
+        )
+    return figure(data, title(x), title("goodput_per_gpu"), 400)
+
+
+def _trades(rows: Sequence[ResultRow], x: str, by: str | None, others: Sequence[str]) -> list[Trade]:
+    """Medians over the seeds of every combination that has both numbers."""
+    found = []
     for key, own in groups(rows, [*([by] if by else []), *others]).items():
         pairs = [(row[x], row["goodput_per_gpu"]) for row in own if row.get(x) is not None and row["goodput_per_gpu"]]
         if pairs:
             cost, value = (statistics.median(part) for part in zip(*pairs, strict=True))
-            points.append((float(cost), float(value), key[0] if by else None, label(others, key[1 if by else 0 :])))
-    if len({point[0] for point in points}) < 2:
+            about = label(others, key[1 if by else 0 :])
+            found.append(Trade(float(cost), float(value), key[0] if by else None, about))
+    return found
+
+
+def instance_bars(runs: Sequence[tuple[str, Sequence[dict[str, Any]]]], key: str) -> Figure | None:
+    """A number of every instance, one group of bars per run."""
+    if not any(instances for _, instances in runs):
         return None
-    sign = 1 if lower_is_better else -1
-    front, best = [], 0.0
-    for point in sorted(points, key=lambda point: (sign * point[0], -point[1])):
-        if point[1] > best:
-            front.append(point)
-            best = point[1]
-    data: list[dict[str, Any]] = [
-        {
-            "type": "scatter",
-            "mode": "lines",
-            "name": "not beaten in both",
-            "x": numbers(point[0] for point in front),
-            "y": numbers(point[1] for point in front),
-            "line": {"color": "#888888", "width": 1.5, "dash": "dot", "shape": "hv" if sign > 0 else "vh"},
-            "hoverinfo": "skip",
-        }
-    ]
-    for number, value in enumerate(dict.fromkeys(point[2] for point in points)):
-        own_points = [point for point in points if point[2] == value]
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": shown(value) if by else "runs",
-                "x": numbers(point[0] for point in own_points),
-                "y": numbers(point[1] for point in own_points),
-                "text": [point[3] for point in own_points],
-                "marker": {
-                    "size": [12 if point in front else 8 for point in own_points],
-                    "color": COLOURS[number % len(COLOURS)],
-                    "symbol": ["star" if point in front else "circle-open" for point in own_points],
-                },
-                "hovertemplate": "%{y} req/s a GPU at %{x}<br>%{text}<extra>%{fullData.name}</extra>",
-            }
-        )
-    return {"data": data, "layout": layout(axis_title(x), UNITS["goodput_per_gpu"])}
-
-
-def instance_bars(runs: Sequence[tuple[str, Sequence[dict[str, Any]]]], key: str, title: str) -> Figure | None:
-    """A number of every instance, a group of bars a run."""
     data = []
-    width = max((len(instances) for _, instances in runs), default=0)
-    for number, (name, instances) in enumerate(runs):
-        data.append(
-            {
-                "type": "bar",
-                "name": name,
-                "x": [f"instance {part['instance']}" for part in instances],
-                "y": numbers(part.get(key) for part in instances),
-                "marker": {"color": COLOURS[number % len(COLOURS)]},
-                "hovertemplate": "%{x}: %{y}<extra>%{fullData.name}</extra>",
-            }
-        )
-    if not width:
-        return None
-    return {"data": data, "layout": {**layout("", title, 320, yaxis=_format(key)), "barmode": "group"}}
+    for number, (called, instances) in enumerate(runs):
+        places = [f"instance {part['instance']}" for part in instances]
+        hover = {"hovertemplate": "%{x}: %{y}<extra>%{fullData.name}</extra>"}
+        data.append(bar(called, places, (part.get(key) for part in instances), COLOURS[number % len(COLOURS)], **hover))
+    return figure(data, "", title(key), 320, yaxis=_tick_format(key), barmode="group")

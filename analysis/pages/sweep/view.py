@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from analysis.pages.report.load import read_json
+from analysis.pages.theme import quantity, shown
 from analysis.sweep.folder import SweepFolder, read_plan
 from analysis.sweep.table import build_table
 from confsim.errors import InputError
@@ -16,20 +17,19 @@ SEED = "seed"
 RATE = "rate"
 ROUTER = "cluster.router"
 GPUS = "gpus"  # of all instances together; this name goes in figures too
-UNSET = "–"
 LATENCIES = ("ttft_s.", "max_gap_s.", "gap_s.")  # of a run; a goodput of 0 has none
 
-Row = dict[str, Any]
+ResultRow = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class View:
+class SweepView:
     """Rows that have a result (`rows`) and those that failed, with the axes' values in order of appearance."""
 
     command: str
     axes: dict[str, list[Any]]
-    rows: list[Row]
-    failures: list[Row]
+    rows: list[ResultRow]
+    failures: list[ResultRow]
     planned: int
     present: int
     folders: list[Path] = field(default_factory=list)
@@ -40,18 +40,23 @@ class View:
         """Axes that figures can spread over: all but the seed."""
         return [axis for axis in self.axes if axis != SEED]
 
-    def values(self, key: str) -> list[Any]:
-        """Different values of a column, in order of appearance."""
-        return list(dict.fromkeys(row.get(key) for row in self.rows))
+    @property
+    def missing(self) -> int:
+        """Planned results that are neither here nor failed."""
+        return self.planned - self.present - len(self.failures)
+
+    def label_of(self, row: ResultRow) -> str:
+        """A row by its values of the axes."""
+        return label(list(self.axes), [row.get(axis) for axis in self.axes]) or "the run"
 
 
-def load_view(folders: Sequence[Path]) -> View:
+def load_view(folders: Sequence[Path]) -> SweepView:
     """Read sweeps; those that did not finish too.
 
     Raises:
         InputError: for a folder that is no sweep or has no result, or sweeps of different subcommands.
     """
-    rows: list[Row] = []
+    rows: list[ResultRow] = []
     axes: dict[str, list[Any]] = {}
     contents: dict[str, Mapping[str, Any]] = {}
     planned, done, command = 0, 0, ""
@@ -70,16 +75,16 @@ def load_view(folders: Sequence[Path]) -> View:
         for axis in plan["axes"]:
             axes.setdefault(axis, [])
         name = "summary.json" if command == "simulate" else "goodput.json"
-        for identity in {row["id"] for row in own if row["status"] == "done"}:
+        for identity in dict.fromkeys(row["id"] for row in own if row["status"] == "done"):
             contents[identity] = read_json(folder.run(identity) / name)
     good = [_completed(row) for row in rows if row["status"] == "done"]
     if not good:
         raise InputError(f"{folders[0]}: no result yet of {planned} planned ones: start the sweep again")
     failures = [row for row in rows if row["status"] == "failed"]
-    return View(command, _axes(axes, good), good, failures, planned, done, list(folders), contents)
+    return SweepView(command, _axes(axes, good), good, failures, planned, done, list(folders), contents)
 
 
-def _completed(row: Row) -> Row:
+def _completed(row: ResultRow) -> ResultRow:
     """With the number of GPUs, and per-GPU figures by that."""
     own = {**row}
     if row.get(GPUS) is None:
@@ -87,7 +92,7 @@ def _completed(row: Row) -> Row:
     return own
 
 
-def _axes(named: Iterable[str], rows: Sequence[Row]) -> dict[str, list[Any]]:
+def _axes(named: Iterable[str], rows: Sequence[ResultRow]) -> dict[str, list[Any]]:
     """Axes with more than one value; `schemes` of a goodput search shows as the scheme of each row."""
     names = ["scheme" if name == "schemes" else name for name in named]
     if len({row.get("scheme") for row in rows}) > 1 and "scheme" not in names:
@@ -106,28 +111,27 @@ def is_numeric(values: Iterable[Any]) -> bool:
     return all(_is_number(value) for value in values)
 
 
-def groups(rows: Iterable[Row], keys: Sequence[str]) -> dict[tuple[Any, ...], list[Row]]:
+def groups(rows: Iterable[ResultRow], keys: Sequence[str]) -> dict[tuple[Any, ...], list[ResultRow]]:
     """Rows by their values of some keys, in order of appearance."""
-    found: dict[tuple[Any, ...], list[Row]] = {}
+    found: dict[tuple[Any, ...], list[ResultRow]] = {}
     for row in rows:
         found.setdefault(tuple(row.get(key) for key in keys), []).append(row)
     return found
 
 
 def label(keys: Sequence[str], values: Sequence[Any]) -> str:
-    """Values with their keys, as a legend says them."""
-    pairs = zip(keys, values, strict=True)
-    return ", ".join(shown(value) if isinstance(value, str) else f"{key}={shown(value)}" for key, value in pairs)
+    """Values with their names and units, as a legend says them: `TBT limit 0.1 s, conflux`."""
+    return ", ".join(_said(key, value) for key, value in zip(keys, values, strict=True))
 
 
-def shown(value: Any) -> str:
-    """A value as text."""
-    if value is None:
-        return UNSET
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def _said(key: str, value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    name, unit = quantity(key)
+    return f"{name} {shown(value)}" + (f" {unit}" if unit and value is not None else "")
 
 
-def goodput_rows(view: View) -> list[Row]:
+def goodput_rows(view: SweepView) -> list[ResultRow]:
     """Rows with a `goodput`: those of searches, or of simulations at several rates, one for each other combination.
 
     From simulations it is the highest simulated rate below the first one that misses the target.
@@ -139,15 +143,13 @@ def goodput_rows(view: View) -> list[Row]:
     others = [axis for axis in view.axes if axis != RATE]
     found = []
     for rows in groups(view.rows, others).values():
-        best: Row | None = None
+        best: ResultRow | None = None
         for row in sorted(rows, key=lambda row: row[RATE] or row.get("offered_rate") or 0.0):
             if not row.get("attained"):
                 break
             best = row
         base = best or rows[0]
         goodput = float(base[RATE] or base.get("offered_rate") or 0.0) if best else 0.0
-        own = {
-            key: value for key, value in base.items() if best or not key.startswith(("ttft_s.", "max_gap_s.", "gap_s."))
-        }
+        own = {key: value for key, value in base.items() if best or not key.startswith(LATENCIES)}
         found.append({**own, "goodput": goodput, "goodput_per_gpu": goodput / base[GPUS]})
     return found
