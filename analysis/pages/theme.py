@@ -63,7 +63,7 @@ def palette(names: Iterable[str]) -> dict[str, str]:
     if not any(own.values()):
         return {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(wanted)}
     found: dict[str, str] = {}
-    for name in sorted(wanted, key=lambda name: own[name] is None):
+    for name in sorted(wanted, key=lambda name: (own[name] is None, name not in SCHEMES)):
         taken = set(found.values())
         colour, first = own[name], zlib.crc32(name.encode())
         if colour is None or colour in taken:

@@ -176,7 +176,7 @@ def test_mixed_results_and_duplicates(tmp_path: Path):
     write_goodput(tmp_path / "search", goodput_content(conflux={}))
     make_result().write(tmp_path / "run")
     results = load_results([tmp_path, tmp_path / "run"])
-    assert len(results.goodputs) == 1
+    assert len(results.searches) == 1
     assert len(results.simulations) == 1
     write_report([tmp_path], tmp_path / "report.html")
 

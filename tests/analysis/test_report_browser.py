@@ -162,7 +162,7 @@ def test_goodput_report_draws_every_figure(tmp_path: Path):
         assert drawn and plots == 9
         assert bars == 2
         assert lines >= 2 + 2 + 3 * 2 + 2 * 4
-        assert axis == "goodput (req/s)"
+        assert axis == "goodput, req/s"
         assert complaints(tools) == []
 
 

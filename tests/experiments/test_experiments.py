@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +13,16 @@ import numpy as np
 import pytest
 
 from analysis.commands import experiments as command
+from analysis.commands import scenario
 from analysis.experiments import ablation, attention_stage, base, dispatch, prefill_rate, premise, ranking, speedup
 from analysis.experiments import run as runs
 from analysis.experiments.base import Cell, Section, Settings
 from analysis.experiments.document import write_document, write_explorer
 from analysis.experiments.run import Runner
 from analysis.experiments.work import Lane, compute, reshaped, slice_of
-from analysis.pages.charts import bars, lines, nice_step, svg
+from analysis.pages import charts
+from analysis.pages.charts import bars, lines, svg, write_svg
+from analysis.pages.theme import COLOURS, LIMIT_COLOUR, SCHEMES
 from analysis.search.premise import Lengths, decode_slack, decodes_running, gpus_needed
 from confsim.api import compose, load_trace
 from confsim.errors import InputError
@@ -236,7 +240,7 @@ def test_the_command_writes_page_figures_and_explorer(tmp_path: Path) -> None:
     for name in ("dispatch", "attention_stage"):
         ET.parse(page.parent / "experiments" / f"{name}.svg")
         assert f"(experiments/{name}.svg)" in text
-    assert explorer.read_text().count("Plotly.newPlot(") == 2 + explorer.read_text().count("Plotly.newPlot(\\")
+    assert explorer.read_text().count('class="plot" data-figure=') == 2
     before = page.read_bytes()
     command.command(config("only=[dispatch,attention_stage]", f"page={page}"))
     assert page.read_bytes() == before
@@ -314,40 +318,62 @@ def test_littles_law_and_lengths() -> None:
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
-def elements(text: str, tag: str) -> list[ET.Element]:
-    return [e for e in ET.fromstring(text).iter() if e.tag.endswith(f"}}{tag}")]
+def boxes(text: str, colour: str) -> list[tuple[float, float]]:
+    """Lower end and height of each bar of a colour in an SVG, in the order of drawing; y grows upward."""
+    paths = (e for e in ET.fromstring(text).iter("{http://www.w3.org/2000/svg}path") if e.get("clip-path"))
+    found = []
+    for path in paths:
+        if f"fill: {colour.lower()}" in path.get("style", ""):
+            ys = [-float(y) for y in re.findall(r"[ML] [-\d.]+ ([-\d.]+)", path.get("d", ""))]
+            found.append((min(ys), max(ys) - min(ys)))
+    return found
 
 
 def test_bars_stand_on_the_axis_and_reach_their_value() -> None:
     text = svg(bars(["a", "b"], {"one": [1.0, 2.0], "two & more": [4.0, None]}, "x", "y"))
-    boxes = [box for box in elements(text, "rect") if box.find("{*}title") is not None]
-    heights = {box.findtext("{*}title"): float(box.get("height", 0)) for box in boxes}
-    assert heights["one, b: 2"] == pytest.approx(2 * heights["one, a: 1"], abs=0.2)
-    assert heights["two & more, a: 4"] == pytest.approx(4 * heights["one, a: 1"], abs=0.3)
-    assert "two & more, b" not in "".join(filter(None, heights))
+    (base, one_a), (_, one_b) = boxes(text, COLOURS[0])
+    (other_base, two_a), (_, two_b) = boxes(text, COLOURS[1])
+    assert one_b == pytest.approx(2 * one_a, abs=0.01) and two_a == pytest.approx(4 * one_a, abs=0.01)
+    assert two_b == 0.0 and other_base == pytest.approx(base)
+    assert {"one", "two & more", "a", "b", "x", "y"} <= {e.text for e in ET.fromstring(text).iter() if e.text}
 
 
 def test_stacks_add_up() -> None:
     text = svg(bars(["a"], {"one": [1.0], "two": [3.0]}, "x", "y", stacked=True))
-    found = {b.findtext("{*}title"): b for b in elements(text, "rect") if b.findtext("{*}title")}
-    low, high = found["one, a: 1"], found["two, a: 3"]
-    assert float(high.get("y", 0)) + float(high.get("height", 0)) == pytest.approx(float(low.get("y", 0)), abs=0.2)
+    ((low, height),), ((upper, more),) = boxes(text, COLOURS[0]), boxes(text, COLOURS[1])
+    assert upper == pytest.approx(low + height, abs=0.01) and more == pytest.approx(3 * height, abs=0.01)
 
 
 def test_lines_on_a_log_axis_are_evenly_spaced_by_ratio() -> None:
     text = svg(lines([1, 2, 4, 8], {"s": [1.0, 2.0, None, 8.0]}, "x", "y", log_x=True, limit=5.0))
-    dots = [float(dot.get("cx", 0)) for dot in elements(text, "circle")]
-    assert dots[1] - dots[0] == pytest.approx((dots[2] - dots[1]) / 2, abs=0.2)
-    assert any(line.get("stroke-dasharray") for line in elements(text, "line"))
+    line = next(
+        e.get("d", "")
+        for e in ET.fromstring(text).iter("{http://www.w3.org/2000/svg}path")
+        if e.get("clip-path") and f"stroke: {COLOURS[0].lower()}" in e.get("style", "")
+    )
+    xs = [float(x) for x in re.findall(r"[ML] ([-\d.]+)", line)]
+    assert len(xs) == 3 and xs[1] - xs[0] == pytest.approx((xs[2] - xs[1]) / 2, abs=0.01)
+    assert f"stroke: {LIMIT_COLOUR.lower()}" in text
 
 
-def test_an_unknown_trace_is_refused() -> None:
-    with pytest.raises(ValueError, match="heatmap"):
-        svg({"data": [{"type": "heatmap"}], "layout": {}})
+def test_equal_figures_are_equal_bytes() -> None:
+    figure = bars(["a"], {"Conflux": [1.0], "uniform SP": [3.0]}, "x", "y")
+    assert svg(figure) == svg(figure)
+    assert "<dc:date>" not in svg(figure)
+    assert boxes(svg(figure), SCHEMES["conflux"]) and boxes(svg(figure), SCHEMES["uniform_sp"])
 
 
-def test_steps_are_round() -> None:
-    assert [nice_step(x) for x in (0.3, 1.0, 1.2, 2.2, 4.0, 7.0)] == [0.5, 1.0, 2.0, 2.5, 5.0, 10.0]
+def test_without_matplotlib_experiments_are_refused_and_scenarios_only_warn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(charts.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match="figures as SVG need matplotlib"):
+        write_svg(bars(["a"], {"s": [1.0]}, "x", "y"), tmp_path / "a.svg")
+    with pytest.raises(InputError, match="figures as SVG need matplotlib"):
+        command.command(config("only=[dispatch]", f"page={tmp_path / 'page.md'}"))
+    monkeypatch.setattr(scenario, "run_folder", lambda: tmp_path / "run")
+    scenario.command(compose(["quiet=true"], command="scenario"))
+    assert (tmp_path / "run" / "summary.json").is_file() and not (tmp_path / "run" / "tokens.svg").exists()
 
 
 def test_documents(tmp_path: Path) -> None:
@@ -359,5 +385,6 @@ def test_documents(tmp_path: Path) -> None:
     lines_ = (tmp_path / "page.md").read_text().splitlines()
     assert {"## A title", "| a | b |", "|---|---:|", "| x | 1 |", "![a caption](experiments/one.svg)"} <= set(lines_)
     write_explorer(tmp_path / "page.html", [section])
-    assert "Plotly.newPlot('figure0'" in (tmp_path / "page.html").read_text()
+    explorer = (tmp_path / "page.html").read_text()
+    assert "<figcaption>a caption</figcaption>" in explorer and 'data-figure="0"' in explorer
     assert all(a != b for a, b in itertools.pairwise(lines_) if a.startswith("#"))
