@@ -10,8 +10,9 @@ from importlib import metadata
 from typing import Any
 
 from confsim.errors import InputError
-from confsim.setup.cache import code_digest, leaves, named_files
+from confsim.setup.cache import code_digest, named_files
 from confsim.setup.provenance import digest
+from confsim.setup.registry import foreign_modules
 
 RESULTLESS = ("cache", "output", "quiet", "resume", "sweep")  # top-level keys that no result depends on
 RESULTLESS_LEAVES = (("goodput", "workers"),)
@@ -84,11 +85,10 @@ def _profile_hash(config: dict[str, Any]) -> str | None:
 
 
 def code_version(command: str, config: Mapping[str, Any]) -> str:
-    """Hash of the sources that a run executes, those of foreign `_target_`s included, and of key versions."""
-    targets = [str(value).rpartition(".")[0] for key, value in leaves(config) if key.endswith("_target_")]
+    """Hash of the sources that a run executes, those of a user's own classes included, and of key versions."""
     own = [*CODE, *(SEARCH if command == "goodput" else ())]
-    foreign = {"executor" if name.startswith("executor.") else name for name in targets}
-    foreign = {name for name in foreign if name and name.split(".")[0] not in CODE}
+    foreign = {"executor" if name.startswith("executor.") else name for name in foreign_modules(config)}
+    foreign = {name for name in foreign if name.split(".")[0] not in CODE}
     return digest([code_digest(*own, *sorted(foreign)), _libraries()])
 
 

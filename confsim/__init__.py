@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from confsim.setup import native
+from confsim.setup import native, search_path
 
 if TYPE_CHECKING:
     from confsim.api import Result as Result
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     sweep: Any  # analysis.sweep.api.sweep(base, axes, ...) -> pandas.DataFrame
 
 native.activate()
+search_path.activate()
 
 MODULES = {
     "Result": "confsim.api",

@@ -10,6 +10,7 @@ from confsim.run.engine import Simulation, Window
 from confsim.setup.cache import cached_trace
 from confsim.setup.configuration import compose as compose
 from confsim.setup.configuration import explain
+from confsim.setup.registry import ROUTERS
 from confsim.setup.values import checked
 from traces.progress import console_progress
 from traces.trace import Trace
@@ -49,7 +50,7 @@ def load_trace(cfg: DictConfig) -> Trace:
     from omegaconf import OmegaConf
 
     source = _instantiate(cfg, "trace")
-    wants_blocks = cfg.kv.prefix_cache not in (False, "off") or cfg.cluster.router == "prefix_aware"
+    wants_blocks = cfg.kv.prefix_cache not in (False, "off") or _reads_prefixes(cfg.cluster.router)
 
     def load() -> Trace:
         trace: Trace = source.load(seed=cfg.seed, block_ids=wants_blocks, progress=console_progress())
@@ -59,6 +60,10 @@ def load_trace(cfg: DictConfig) -> Trace:
         return load()
     config: Any = OmegaConf.to_container(cfg.trace, resolve=True)
     return cached_trace(config, cfg.seed, wants_blocks, load)
+
+
+def _reads_prefixes(router: str) -> bool:
+    return bool(getattr(ROUTERS.get(router), "reads_prefixes", False))
 
 
 def build(cfg: DictConfig, trace: Trace | None = None) -> Simulation:

@@ -14,10 +14,11 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import import_module, resources
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from confsim.setup import search_path
 from traces.files import write_whole
 
 USER_ERROR = 2
@@ -140,7 +141,7 @@ SUBCOMMANDS = (
     ),
     Subcommand(
         "list",
-        "show models, GPUs, schemes, policies, traces and latency profiles",
+        "show models, GPUs, schemes, policies and all else that has a name",
         "confsim list scheme policy",
         "analysis.commands.listing:command",
         positional="groups",
@@ -163,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of `confsim`; leaves by SystemExit, code 2 for a user's mistake and 1 for any other failure."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = _dispatch(words)
+        code = _dispatch(_with_user_folders(words))
         sys.stdout.flush()
     except KeyboardInterrupt:
         code = _complain("confsim: interrupted", INTERRUPTED)
@@ -173,7 +174,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     raise SystemExit(code)
 
 
+def _with_user_folders(words: list[str]) -> list[str]:
+    """Take out `--config-dir FOLDER` and search that folder from now on, in worker processes too."""
+    kept, words = [], list(words)
+    while words:
+        flag, equals, folder = words.pop(0).partition("=")
+        if flag not in ("--config-dir", "-cd"):
+            kept.append(flag + equals + folder)
+        else:
+            search_path.add(folder if equals else words.pop(0) if words else "")
+    return kept
+
+
+def _missing_folder() -> Path | None:
+    return next((folder for folder in search_path.folders() if not folder.is_dir()), None)
+
+
 def _dispatch(words: list[str]) -> int:
+    if (missing := _missing_folder()) is not None:
+        line = f"confsim: --config-dir {missing}: no such folder (see also ${search_path.PATH_ENV})"
+        return _complain(line, USER_ERROR)
     table = {row.name: row for row in SUBCOMMANDS}
     if not words or words[0] in ("-h", "--help", "help"):
         print(_overview())
@@ -217,6 +237,7 @@ def _overview() -> str:
         "confsim SUBCOMMAND --cfg job     the configuration as it would run",
         "confsim SUBCOMMAND -m key=a,b    one run for each combination of values (hydra/launcher=joblib: in parallel)",
         "confsim SUBCOMMAND --quiet       no progress and no tables, only errors",
+        "confsim ... --config-dir FOLDER  use your own YAML and Python files too (or set CONFSIM_PATH)",
     ]
     return "\n".join(lines)
 
@@ -254,15 +275,13 @@ def _manual(row: Subcommand, words: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _read_config(name: str) -> str:
-    return resources.files("conf").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
-
-
 def _config_text(name: str) -> str:
     """A primary configuration as its file documents it, without Hydra's own sections."""
     kept: list[str] = []
     hidden = False
-    for line in _read_config(name).splitlines():
+    from confsim.setup.configuration import config_text
+
+    for line in config_text(name).splitlines():
         if line and not line[0].isspace() and not line.startswith(("#", "-")):
             hidden = line.split(":")[0] in ("defaults", "hydra")
         if line.strip() and not hidden:
@@ -272,16 +291,18 @@ def _config_text(name: str) -> str:
 
 def _defaults(name: str) -> list[str]:
     """Names in the defaults list of a primary configuration: groups, and other configurations."""
-    lines = (line for line in _read_config(name).splitlines() if line.startswith("  - "))
+    from confsim.setup.configuration import config_text
+
+    lines = (line for line in config_text(name).splitlines() if line.startswith("  - "))
     return [line.removeprefix("  - ").split(":")[0].strip() for line in lines]
 
 
 def _group_manual(group: str) -> str:
-    from confsim.setup.configuration import options
+    from confsim.setup.configuration import config_text, options
 
     parts = []
     for name in options(group):
-        text = "\n".join("  " + line for line in _read_config(f"{group}/{name}").splitlines() if line.strip())
+        text = "\n".join("  " + line for line in config_text(f"{group}/{name}").splitlines() if line.strip())
         parts.append(f"{group}={name}\n{text}\n")
     return "\n".join(parts)
 
@@ -363,9 +384,12 @@ def _with_folders(row: Subcommand, words: list[str]) -> list[str]:
 def _run_hydra(row: Subcommand, words: list[str], sweep: bool, failures: Failures) -> None:
     import hydra
 
+    from confsim.setup.config_source import register
+
     def job(cfg: Any) -> None:
         _run_job(row, cfg, sweep, failures)
 
+    register()
     with _patched(words, row):
         hydra.main(version_base="1.3", config_path="pkg://conf", config_name=row.name)(job)()
 

@@ -39,8 +39,7 @@ class FileTrace:
 
     def check(self) -> None:
         """Raise `InputError` for settings that make no sense, before anything is read."""
-        if self.format not in READERS:
-            raise InputError(f"trace.format={self.format}: unknown, use one of {', '.join(READERS)}")
+        READERS.get(self.format)
         if self.path is None or not str(self.path):
             public = {"mooncake": "toolagent", "bailian": "qwen_a"}.get(self.format)
             hint = f" (`confsim fetch {public}` downloads one)" if public else ""
@@ -59,7 +58,7 @@ class FileTrace:
         self.check()
         path = found(Path(str(self.path)).expanduser())
         options = ReadOptions(block_ids, self.zero_output, self.block_mismatch, progress)
-        reader = READERS[self.format](path, options)
+        reader: Reader = READERS.get(self.format)(path, options)
         table, out_of_order = in_order(reader)
         if table.num_rows == 0:
             raise InputError(f"{path}: no requests, a trace needs at least one")

@@ -2,43 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from analysis.calibrate.measurements import Measurements
+from analysis.calibrate.sources.base import MeasurementSource
 from confsim.errors import InputError
 from confsim.latency.profile import Profile
+from confsim.setup.registry import REGISTRIES
 from confsim.specs import GpuSpec, ModelSpec
 
-# Modules whose `load(model, gpu)` returns Measurements.
-SOURCES = {"aiconfigurator": "analysis.calibrate.aiconfigurator"}
-# Modules that read a folder of the user's: `specs(folder)` says what was measured, `load(model, gpu, folder)` returns
-# Measurements, and `finish(profile, data, model, gpu, folder)` adds the errors of what the fit held out.
-FOLDERS = {"executor": "analysis.calibrate.executor"}
-
-
-def measurements(source: str, model: ModelSpec, gpu: GpuSpec) -> Measurements:
-    """The measurements of a source for a model on a GPU.
-
-    Raises:
-        InputError: for a source that does not exist, or lacks the model or the GPU.
-    """
-    if source not in SOURCES:
-        known = ", ".join([*SOURCES, *FOLDERS])
-        raise InputError(f"source={source}: no such source of measurements, use one of {known}")
-    load: Callable[[ModelSpec, GpuSpec], Measurements] = import_module(SOURCES[source]).load
-    return load(model, gpu)
+SOURCES = REGISTRIES["source"]
 
 
 def fit_from(source: str, model: ModelSpec, gpu: GpuSpec) -> Profile:
     """A profile of the model on the GPU.
 
     Raises:
-        InputError: as `measurements`, or where scipy is missing.
+        InputError: for a source that does not exist or lacks the model or the GPU, or where scipy is missing.
     """
-    return _fit(measurements(source, model, gpu), model, gpu)
+    return fit_source(SOURCES.make(source), model, gpu)
 
 
 def fit_folder(source: str, folder: Path) -> tuple[Profile, ModelSpec, GpuSpec]:
@@ -47,10 +30,20 @@ def fit_folder(source: str, folder: Path) -> tuple[Profile, ModelSpec, GpuSpec]:
     Raises:
         InputError: where the folder does not hold it all, or scipy is missing.
     """
-    module = import_module(FOLDERS[source])
-    model, gpu = module.specs(folder)
-    data: Measurements = module.load(model, gpu, folder)
-    return module.finish(_fit(data, model, gpu), data, model, gpu, folder), model, gpu
+    found: MeasurementSource = SOURCES.make(source, folder)
+    specs = found.specs()
+    assert specs is not None, f"{source} reads no folder"
+    return fit_source(found, *specs), *specs
+
+
+def fit_source(source: MeasurementSource, model: ModelSpec, gpu: GpuSpec) -> Profile:
+    """A profile of the model on the GPU.
+
+    Raises:
+        InputError: where the source does not cover it, or scipy is missing.
+    """
+    data = source.load(model, gpu)
+    return source.finish(_fit(data, model, gpu), data, model, gpu)
 
 
 def _fit(data: Measurements, model: ModelSpec, gpu: GpuSpec) -> Profile:
@@ -82,13 +75,9 @@ def command(cfg: Any) -> int:
     """Fit as `conf/fit.yaml` says, write the profile and say where; the exit code."""
     from hydra.utils import instantiate
 
-    if cfg.source in FOLDERS:
-        if cfg.profile is None:
-            raise InputError(f"source={cfg.source}: name the folder that `confsim profile` wrote, profile=FOLDER")
-        profile, model, gpu = fit_folder(cfg.source, Path(cfg.profile))
-    else:
-        model, gpu = instantiate(cfg.model), instantiate(cfg.gpu)
-        profile = fit_from(cfg.source, model, gpu)
+    source: MeasurementSource = SOURCES.make(cfg.source, None if cfg.profile is None else Path(cfg.profile))
+    model, gpu = source.specs() or (instantiate(cfg.model), instantiate(cfg.gpu))
+    profile = fit_source(source, model, gpu)
     path = Path(cfg.output) if cfg.output else Path("profiles") / gpu.name / f"{model.name}.json"
     profile.save(path)
     if not cfg.quiet:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 from collections.abc import Callable
 from importlib import resources
@@ -13,16 +14,26 @@ from rich.text import Text
 
 from analysis.commands.shared import make_console
 from confsim.errors import InputError
-from confsim.setup.configuration import did_you_mean, options
+from confsim.setup.configuration import config_text, options
+from confsim.setup.registry import REGISTRIES
+from traces.registry import Registry, unknown
 
-KINDS = {  # group: heading
+KINDS = {  # group, or kind of name: heading
     "model": "Models",
     "gpu": "GPUs",
     "scheme": "Schemes",
     "policy": "Policies",
+    "order": "Queue orders (policy.order)",
+    "dispatch": "Dispatches of prefill over groups (policy.dispatch)",
+    "placement": "Placements of decodes (policy.placement)",
+    "router": "Routers (cluster.router, scheme.router)",
     "trace": "Traces",
+    "format": "Trace formats (trace.format)",
     "arrivals": "Arrival modes",
+    "latency": "Latency models",
     "profile": "Latency profiles (fitted to measurements)",
+    "source": "Sources of measurements (confsim fit source=...)",
+    "layout": "Layouts of the executor (executor.layout.kind)",
 }
 
 
@@ -33,9 +44,9 @@ def command(cfg: DictConfig) -> None:
         InputError: for a group that is not listed.
     """
     wanted = [str(group) for group in cfg.groups] or list(KINDS)
-    unknown = [group for group in wanted if group not in KINDS]
-    if unknown:
-        raise InputError(f"{unknown[0]}: not listed, use {', '.join(KINDS)}{did_you_mean(unknown[0], list(KINDS))}")
+    for group in wanted:
+        if group not in KINDS:
+            raise InputError(unknown("list", group, list(KINDS), "not listed"))
     console = make_console()
     for group in wanted:
         console.print(Text(KINDS[group], style="bold"))
@@ -53,12 +64,23 @@ def _table(rows: dict[str, str]) -> Table:
 
 def choices(group: str) -> dict[str, str]:
     """Names of a group's choices, each with what it is."""
+    if group in REGISTRIES:
+        return {name: _docstring(REGISTRIES[group], name) for name in REGISTRIES[group].names()}
     about = {"model": _model, "gpu": _gpu}.get(group, _remark)
     return {name: about(group, name) for name in options(group)}
 
 
+def _docstring(registry: Registry, name: str) -> str:
+    """The first line of the docstring of a file, which need not be importable here (layouts use torch)."""
+    try:
+        text = ast.get_docstring(ast.parse(registry.source(name)))
+    except (OSError, SyntaxError):
+        text = None
+    return text.splitlines()[0] if text else ""
+
+
 def _text(group: str, name: str) -> str:
-    return resources.files("conf").joinpath(group, f"{name}.yaml").read_text(encoding="utf-8")
+    return config_text(f"{group}/{name}")
 
 
 def _tree(group: str, name: str) -> dict[str, Any]:
@@ -90,7 +112,7 @@ def _remark(group: str, name: str) -> str:
     lines = _text(group, name).splitlines()
     if lines and lines[0].startswith("#"):
         return lines[0].lstrip("# ")
-    remarks: list[Callable[[], str]] = [lambda: _comment(lines, "order"), lambda: _docstring(_tree(group, name))]
+    remarks: list[Callable[[], str]] = [lambda: _comment(lines, "order"), lambda: _class_docstring(_tree(group, name))]
     return next((text for text in (remark() for remark in remarks) if text), "")
 
 
@@ -98,7 +120,7 @@ def _comment(lines: list[str], key: str) -> str:
     return next((line.partition("#")[2].strip() for line in lines if line.startswith(f"{key}:")), "")
 
 
-def _docstring(tree: dict[str, Any]) -> str:
+def _class_docstring(tree: dict[str, Any]) -> str:
     from hydra.utils import get_object
 
     target = tree.get("_target_")

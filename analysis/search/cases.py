@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from confsim.errors import InputError
-from confsim.setup.configuration import compose, did_you_mean, options, unknown_choice
+from confsim.setup.configuration import compose, did_you_mean, is_choice, options, unknown_choice
 
 TUNED = "tuned"
 AUTO = "auto"  # the same for a key that the scheme can tune; chunk_tokens=auto is a rule of the scheme's own
@@ -45,11 +45,18 @@ def scheme_cases(cfg: DictConfig) -> list[SchemeCase]:
     assert isinstance(wishes, dict)
     shared = _leaves(wishes.get("all") or {})
     for name in map(str, wishes):
-        if name != "all" and name not in names:
+        if name != "all" and not any(scheme == name or scheme.startswith(f"{name}.") for scheme in names):
             raise InputError(f"per_scheme.{name}: schemes={names} has no {name}{did_you_mean(name, names)}")
     bases = {name: _with_scheme(cfg, name) for name in names}
     _check_shared(shared, bases)
-    return [_case(name, bases[name], shared, _leaves(wishes.get(name) or {})) for name in names]
+    return [_case(name, bases[name], shared, _leaves(_wishes_for(name, wishes))) for name in names]
+
+
+def _wishes_for(name: str, wishes: dict[Any, Any]) -> dict[Any, Any]:
+    """Keys of `per_scheme` for one scheme, whose name may be a dotted path."""
+    for part in name.split("."):
+        wishes = wishes.get(part) or {}
+    return wishes
 
 
 def _check_load(cfg: DictConfig) -> None:
@@ -66,7 +73,7 @@ def _scheme_names(cfg: DictConfig) -> list[str]:
     if not names:
         raise InputError(f"schemes=[]: name at least one of {', '.join(options('scheme'))}")
     for name in names:
-        if name not in options("scheme"):
+        if not is_choice("scheme", name):
             raise InputError(unknown_choice("scheme", name).replace(f"scheme={name}", f"schemes=[{name}]", 1))
     if len(set(names)) != len(names):
         raise InputError(f"schemes={names}: each scheme once")

@@ -118,7 +118,7 @@ def summarise(run: Replayed, requests: pa.Table, outcome: Outcome) -> dict[str, 
     out: dict[str, Any] = {
         "kind": "simulate",
         "scheme": run.scheme.name,
-        "policy": setup.policy.order,
+        "policy": setup.policy.label,
         "model": setup.model.name,
         "gpu": setup.gpu.name,
         "cluster": asdict(setup.cluster),

@@ -1,19 +1,21 @@
 """What a policy decides: the queue's order, a chunk's dispatch over groups, a decode's placement.
 
 Policies are pure: they see requests (never an output length) and numbers, and return decisions. A new one is a
-file in `order/`, `dispatch/` or `placement/`, named by the config key of the same name.
+class `Order`, `Dispatch` or `Placement` in a file in the folder of its kind, or one of the user's own, named by the
+config key of the kind.
 """
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from confsim.errors import InputError
 from confsim.run.request import Request
+from confsim.setup.registry import DISPATCHES, ORDERS, PLACEMENTS
+from traces.registry import name_and_options
 
 PredictPrefill = Callable[[Request], float]  # seconds to prefill the rest of a request alone, from now
 
@@ -66,47 +68,49 @@ class Placement(Protocol):
         """The group, or -1 where none has `need_units`."""
 
 
-def lookup(kind: str, name: str) -> Any:
-    """The class `confsim.policies.<kind>.<name>.<Kind>`.
-
-    Raises:
-        InputError: for an unknown name; the message lists the known ones.
-    """
-    package = importlib.import_module(f"confsim.policies.{kind}")
-    known = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
-    if name not in known:
-        raise InputError(f"policy.{kind}={name}: unknown, use one of {', '.join(known)}")
-    return getattr(importlib.import_module(f"confsim.policies.{kind}.{name}"), kind.capitalize())
-
-
 @dataclass(frozen=True)
 class Policy:
-    """A bundle of the three decisions; None leaves one to the scheme."""
+    """A bundle of the three decisions; None leaves one to the scheme.
 
-    order: str = "fcfs"
-    dispatch: str | None = None
-    placement: str | None = None
+    Each is a name (`confsim.setup.registry`), or a mapping of `name` and options of the class that it names.
+
+    Raises:
+        InputError: for a name or an option that does not exist.
+    """
+
+    order: str | Mapping[str, Any] = "fcfs"
+    dispatch: str | Mapping[str, Any] | None = None
+    placement: str | Mapping[str, Any] | None = None
     placement_threshold: float = 0.8  # KV use of every group above which placement packs
 
     def __post_init__(self) -> None:
-        self.new_order()
-        for kind in ("dispatch", "placement"):
-            if (name := getattr(self, kind)) is not None:
-                lookup(kind, name)
         if not 0 <= self.placement_threshold <= 1:
             raise InputError(f"policy.placement_threshold={self.placement_threshold}: use a share from 0 to 1")
+        self.new_order()
+        if self.dispatch is not None:
+            DISPATCHES.make(self.dispatch, [0])
+        if self.placement is not None:
+            self.new_placement("")
+
+    @property
+    def label(self) -> str:
+        """The order as results name it, with its options."""
+        name, options = name_and_options(self.order, "policy.order")
+        values = ", ".join(f"{key}={value}" for key, value in options.items())
+        return f"{name} ({values})" if values else name
 
     def new_order(self) -> Order:
         """An empty queue."""
-        order: Order = lookup("order", self.order)()
+        order: Order = ORDERS.make(self.order)
         return order
 
     def dispatch_class(self, default: str) -> Callable[[Sequence[int]], Dispatch]:
         """Dispatch over groups by their decode tokens."""
-        dispatch: Callable[[Sequence[int]], Dispatch] = lookup("dispatch", self.dispatch or default)
-        return dispatch
+        name, options = name_and_options(self.dispatch or default, "policy.dispatch")
+        dispatch: Callable[[Sequence[int]], Dispatch] = DISPATCHES.get(name)
+        return partial(dispatch, **options) if options else dispatch
 
     def new_placement(self, default: str) -> Placement:
         """Decode placement."""
-        placement: Placement = lookup("placement", self.placement or default)(self.placement_threshold)
+        placement: Placement = PLACEMENTS.make(self.placement or default, self.placement_threshold)
         return placement

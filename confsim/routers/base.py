@@ -5,13 +5,11 @@ A new router is a file here, named by its config value, with a class `Router`.
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Sequence
 from typing import Protocol
 
-from confsim.errors import InputError
 from confsim.run.request import Request
+from confsim.setup.registry import ROUTERS
 
 
 class Target(Protocol):
@@ -29,18 +27,10 @@ class Router(Protocol):
 
 
 def new_router(name: str, key: str) -> Router:
-    """A router by its name.
+    """A router by its name, a file here or one of the user's own.
 
     Raises:
         InputError: for an unknown name; `key` is the config key that holds it.
     """
-    package = importlib.import_module("confsim.routers")
-    known = sorted(
-        module.name
-        for module in pkgutil.iter_modules(package.__path__)
-        if module.name != "base" and not module.name.startswith("_")
-    )
-    if name not in known:
-        raise InputError(f"{key}={name}: unknown, use one of {', '.join(known)}")
-    router: Router = importlib.import_module(f"confsim.routers.{name}").Router()
+    router: Router = ROUTERS.make(name, key=key)
     return router

@@ -16,6 +16,8 @@ class Router:
     to the fewest outstanding requests. Prefixes are only known with `kv.prefix_cache=true` on a trace that has them.
     """
 
+    reads_prefixes = True  # the trace's block ids are read for it
+
     def __init__(self) -> None:
         self._view = View()
 

@@ -241,7 +241,7 @@ class ScenarioRun:
             "kind": "scenario",
             "label": f"{prefills} prefills of {prompt} beside {sum(decodes)} decodes of {self.scenario.decode_context}",
             "scheme": simulation.scheme.name,
-            "policy": simulation.policy.order,
+            "policy": simulation.policy.label,
             "model": simulation.model.name,
             "gpu": simulation.gpu.name,
             "cluster": asdict(simulation.cluster),

@@ -24,6 +24,7 @@ import platformdirs
 import pyarrow as pa
 
 from confsim.setup.provenance import digest, file_digest
+from confsim.setup.registry import foreign_modules
 from traces.files import locked, write_whole
 from traces.source import found
 from traces.trace import SCHEMA, Trace
@@ -211,16 +212,24 @@ def cached_trace(
     The table of a cached trace is mapped from disk, so that the processes of a sweep share its memory.
     """
     key = digest(
-        [FORMAT, pa.__version__, dict(config), seed, block_ids, named_files(config), _sources(config, "traces")]
+        [
+            FORMAT,
+            pa.__version__,
+            dict(config),
+            seed,
+            block_ids,
+            named_files(config),
+            _sources({"trace": config}, "traces"),
+        ]
     )
     return (store or Store()).fetch("traces", key, load, _read_trace, _write_trace)
 
 
 def _sources(config: Tree, *packages: str) -> str:
     """Code that an object of this configuration runs: the packages, and the modules of foreign `_target_`s."""
-    targets = [str(value).rpartition(".")[0] for key, value in leaves(config) if key.endswith("_target_")]
     own = {name.split(".")[0] for name in packages}
-    return code_digest(*packages, *sorted({name for name in targets if name and name.split(".")[0] not in own}))
+    foreign = {name for name in foreign_modules(config) if name.split(".")[0] not in own}
+    return code_digest(*packages, *sorted(foreign))
 
 
 def _write_trace(path: Path, trace: Trace) -> None:

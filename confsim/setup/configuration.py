@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -11,7 +10,11 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from confsim.errors import InputError
+from confsim.setup.registry import GROUPS
+from confsim.setup.search_path import folders
 from confsim.setup.values import SWITCH
+from traces.registry import did_you_mean as did_you_mean
+from traces.registry import entry_points, unknown
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -49,6 +52,9 @@ def fresh_hydra(command: str) -> Iterator[None]:
     from hydra import initialize_config_module
     from hydra.core.global_hydra import GlobalHydra
 
+    from confsim.setup.config_source import register
+
+    register()
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
@@ -68,16 +74,48 @@ def config_errors() -> tuple[type[Exception], ...]:
 
 def options(group: str) -> list[str]:
     """Names that a config group offers, sorted."""
-    folder = resources.files(PACKAGE).joinpath(*group.split("/"))
-    if not folder.is_dir():
-        return []
-    return sorted(file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml"))
+    found = set(entry_points(GROUPS[group])) if group in GROUPS else set()
+    for root in _roots():
+        folder = root.joinpath(*group.split("/"))
+        if folder.is_dir():
+            found |= {file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml")}
+    return sorted(found)
 
 
 def groups() -> list[str]:
     """Names of the config groups, sorted."""
-    folders = (entry for entry in resources.files(PACKAGE).iterdir() if entry.is_dir())
-    return sorted(entry.name for entry in folders if options(entry.name))
+    entries = {entry.name for entry in resources.files(PACKAGE).iterdir() if entry.is_dir()}
+    return sorted(name for name in entries if options(name))
+
+
+def is_choice(group: str, name: str) -> bool:
+    """Whether a group offers a name; where classes can be chosen, any dotted path may be one."""
+    return name in options(group) or (group in GROUPS and "." in name)
+
+
+def config_text(path: str) -> str:
+    """The YAML of a configuration such as `base` or `scheme/conflux`.
+
+    Raises:
+        InputError: where there is none.
+    """
+    for root in _roots():
+        file = root.joinpath(*f"{path}.yaml".split("/"))
+        if file.is_file():
+            return str(file.read_text(encoding="utf-8"))
+    from omegaconf import OmegaConf
+
+    from confsim.setup.config_source import class_config
+
+    group, _, name = path.rpartition("/")
+    if not is_choice(group, name):
+        raise InputError(unknown_choice(group, name))
+    return OmegaConf.to_yaml(OmegaConf.create(class_config(group, name)))
+
+
+def _roots() -> list[Any]:
+    """Where configurations are: the package, and the user's folders."""
+    return [resources.files(PACKAGE), *folders()]
 
 
 # --- overrides -------------------------------------------------------------------------------------------------------
@@ -222,13 +260,7 @@ def unknown_choice(group: str, name: str) -> str:
     names = options(group)
     if not names:
         return f"{group}={name}: there is no group '{group}'; groups are {', '.join(groups())}"
-    return f"{group}={name}: unknown, use one of {', '.join(names)}{did_you_mean(name, names)}"
-
-
-def did_you_mean(name: str, names: Sequence[str]) -> str:
-    """A hint at the name that was probably meant, or nothing."""
-    close = difflib.get_close_matches(name, names, n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
+    return unknown(group, name, names)
 
 
 def _unknown_key(key: str, overrides: Sequence[str], command: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from analysis.calibrate.executor import COMMON, FORMAT, read_head
+from analysis.calibrate.rounds import COMMON, FORMAT, read_head
 from confsim.errors import InputError
 from confsim.outcome.result import write_json, write_table
 from confsim.specs import GpuSpec

@@ -12,6 +12,7 @@ import pytest
 
 from analysis.calibrate import command
 from analysis.calibrate.measurements import Measurements
+from analysis.calibrate.sources.aiconfigurator import Source
 from analysis.calibrate.stages import gemm_shapes
 from confsim.errors import InputError
 from confsim.latency.config import packaged_path
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.skipif(find_spec("aiconfigurator_core") is None, reason
 @pytest.fixture(scope="module")
 def data(model: ModelSpec, gpu: GpuSpec) -> Measurements:
     """Tables for Qwen3-14B on the H100."""
-    return command.measurements("aiconfigurator", model, gpu)
+    return Source().load(model, gpu)
 
 
 def _one(table: Any, replicate: int = 0, **where: int) -> float:
@@ -103,10 +104,8 @@ def test_what_the_source_lacks_is_one_line(model: ModelSpec) -> None:
     from dataclasses import replace
 
     with pytest.raises(InputError, match="use one of aiconfigurator"):
-        command.measurements("guess", model, GpuSpec("h100_sxm", 1, 1.0, 1.0, 1.0, 1))
+        command.fit_from("guess", model, GpuSpec("h100_sxm", 1, 1.0, 1.0, 1.0, 1))
     with pytest.raises(InputError, match="set up for h100_sxm"):
-        command.measurements("aiconfigurator", model, GpuSpec("b200_sxm", 1, 1.0, 1.0, 1.0, 1))
+        Source().load(model, GpuSpec("b200_sxm", 1, 1.0, 1.0, 1.0, 1))
     with pytest.raises(InputError, match="gemm_dtype=fp8"):
-        command.measurements(
-            "aiconfigurator", replace(model, gemm_dtype="fp8"), GpuSpec("a100_sxm", 1, 2e12, 3e14, 3e11, 108)
-        )
+        Source().load(replace(model, gemm_dtype="fp8"), GpuSpec("a100_sxm", 1, 2e12, 3e14, 3e11, 108))

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from live_fakes import CPU, LAW, MODEL, FakeRanks, OverlappingRanks, executor, fake_ranks, law_of
 
-from analysis.calibrate import executor as source
+from analysis.calibrate import rounds as source
 from analysis.calibrate.command import fit_folder, table
 from confsim.errors import InputError
 from confsim.latency.profile import Profile

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
-from traces.readers.azure import AzureReader
-from traces.readers.bailian import BailianReader
+from traces.readers.azure import Reader as AzureReader
+from traces.readers.bailian import Reader as BailianReader
 from traces.readers.base import Counts, Progress, Reader, ReadOptions
-from traces.readers.mooncake import MooncakeReader
-from traces.readers.parquet import ParquetReader, write_parquet
-
-READERS: dict[str, Callable[[Path, ReadOptions], Reader]] = {
-    "mooncake": MooncakeReader,
-    "bailian": BailianReader,
-    "azure": AzureReader,
-    "parquet": ParquetReader,
-}
+from traces.readers.mooncake import Reader as MooncakeReader
+from traces.readers.parquet import Reader as ParquetReader
+from traces.readers.parquet import write_parquet
+from traces.registry import READERS
 
 __all__ = [
     "READERS",

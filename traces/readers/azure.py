@@ -16,7 +16,7 @@ from traces.readers.sniff import AZURE_FIELDS, require_format
 UTC = re.compile(r"(Z|[+-]00:?00)$")
 
 
-class AzureReader:
+class Reader:
     """Streams the 2023 and 2024 releases; columns are found by the header, further ones are ignored."""
 
     name = "azure"

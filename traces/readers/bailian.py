@@ -14,7 +14,7 @@ from traces.readers.jsonl import JsonLinesReader, Row
 ROOT = -1
 
 
-class BailianReader(JsonLinesReader):
+class Reader(JsonLinesReader):
     """Rows of `chat_id`, `parent_chat_id` (-1: a root), `timestamp`, lengths, `type`, `turn` and `hash_ids`.
 
     A row is one request with its own input: a child may be shorter than its parent. A parent that the file does

@@ -1,9 +1,8 @@
-"""What the two JSONL formats share: one object a line, checked by the batch, errors by the line."""
+"""What JSONL formats share: one object per line, checked by the batch, errors by the line."""
 
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -34,13 +33,16 @@ from traces.readers.sniff import require_format
 Row = dict[str, Any]
 
 
-class JsonLinesReader(ABC):
-    """Streams a JSONL trace. A batch is checked as a whole; only a bad one is searched for the line at fault."""
+class JsonLinesReader:
+    """Streams a JSONL trace whose rows have `timestamp`, `input_length`, `output_length` and perhaps `hash_ids`.
+
+    A batch is checked as a whole; only a bad one is searched for the line at fault.
+    """
 
     name: ClassVar[str]
     unit_ns: ClassVar[int]  # unit of `timestamp`
     block: ClassVar[int]  # tokens a block of `hash_ids`
-    fields: ClassVar[tuple[str, ...]]  # required integer fields besides the timestamp
+    fields: ClassVar[tuple[str, ...]] = ("input_length", "output_length")  # required integers besides the timestamp
 
     def __init__(self, path: Path, options: ReadOptions | None = None) -> None:
         self.path = path
@@ -68,13 +70,12 @@ class JsonLinesReader(ABC):
         meter.update(self.counts.read, position, done=True)
         self.finish()
 
-    @abstractmethod
     def links(self, chunk: Chunk, rows: list[Row], ids: Ints) -> dict[str, pa.Array | Ints | Floats]:
-        """Columns for session, turn, parent and kind; `ids` are the rows' request ids."""
+        """Columns for session, turn, parent and kind, if the format has any; `ids` are the rows' request ids."""
+        return {}
 
-    @abstractmethod
     def finish(self) -> None:
-        """Settle what needs the whole file."""
+        """Settle what needs the whole file; nothing does here."""
 
     def _parse(self, chunk: Chunk) -> list[Row]:
         loads = json.loads

@@ -31,7 +31,7 @@ def write_parquet(trace: Trace, path: Path) -> None:
     write_whole(path, lambda draft: pq.write_table(table, draft, compression="zstd"), durable=True)
 
 
-class ParquetReader:
+class Reader:
     """Streams a file by row groups. Columns of `SCHEMA` that the file lacks are null, further ones are ignored."""
 
     name = "parquet"

@@ -14,6 +14,7 @@ HEAD_BYTES = 1 << 16
 FIRST_LINE_BYTES = 1 << 24
 GZIP_MAGIC = b"\x1f\x8b"
 PARQUET_MAGIC = b"PAR1"
+FORMATS = ("mooncake", "bailian", "azure", "parquet")  # that are told apart here
 BAILIAN_FIELDS = ("chat_id", "parent_chat_id", "turn")
 JSON_FIELDS = ("timestamp", "input_length", "output_length")
 AZURE_FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -74,9 +75,12 @@ def sniff(path: Path) -> Sniffed:
 
 
 def require_format(path: Path, expected: str) -> None:
-    """Raise `InputError` when the content is that of another format than `expected`."""
+    """Raise `InputError` when the content is that of another format than `expected`.
+
+    What a format looks like that is not told apart here (a user's own) is for its reader to say.
+    """
     found = sniff(path)
-    if found.format not in (None, expected):
+    if expected in FORMATS and found.format not in (None, expected):
         article = "an" if str(found.format)[0] in "aeiou" else "a"
         text = f"{path}: {article} {found.format} file, not {expected} ({found.evidence})"
         raise InputError(f"{text}; use trace={found.format}")

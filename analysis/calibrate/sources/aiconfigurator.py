@@ -24,6 +24,7 @@ from analysis.calibrate.measurements import (
     Measurements,
     PrefillTable,
 )
+from analysis.calibrate.sources.base import MeasurementSource
 from confsim.errors import InputError
 from confsim.specs import GpuSpec, ModelSpec
 
@@ -56,33 +57,36 @@ def data_root() -> Path:
     return Path(spec.origin).parent / "systems" / "data"
 
 
-def load(model: ModelSpec, gpu: GpuSpec) -> Measurements:
-    """All tables of this source for the model on the GPU.
+class Source(MeasurementSource):
+    """The tables of the installed package."""
 
-    Raises:
-        InputError: where the package is missing, or has no tables of the GPU or of the model's dtypes.
-    """
-    root = data_root()
-    if gpu.name not in ENGINES:
-        raise InputError(f"gpu={gpu.name}: source=aiconfigurator is set up for {', '.join(ENGINES)}")
-    used: dict[str, Any] = {}
-    reader = _Reader(root / gpu.name, used)
-    same = model.gemm_dtype in (None, model.torch_dtype)
-    return Measurements(
-        provenance={
-            "source": "aiconfigurator",
-            "package": PACKAGE,
-            "package_version": metadata.version(PACKAGE),
-            "licence": "Apache-2.0",
-            "tables": used,
-        },
-        gemm=reader.gemm(ENGINES[gpu.name]["gemm"], model.gemm_dtype or model.torch_dtype),
-        head_gemm=None if same else reader.gemm(ENGINES[gpu.name]["gemm"], model.torch_dtype),
-        elementwise=_elementwise(root, gpu, used),
-        collectives=reader.collectives(ALL_REDUCE[gpu.name]),
-        decode=reader.decode(ENGINES[gpu.name]["attention"] + REPLICATES[gpu.name], model),
-        prefill=reader.prefill(ENGINES[gpu.name]["attention"] + REPLICATES[gpu.name], model),
-    )
+    def load(self, model: ModelSpec, gpu: GpuSpec) -> Measurements:
+        """All tables of this source for the model on the GPU.
+
+        Raises:
+            InputError: where the package is missing, or has no tables of the GPU or of the model's dtypes.
+        """
+        root = data_root()
+        if gpu.name not in ENGINES:
+            raise InputError(f"gpu={gpu.name}: source=aiconfigurator is set up for {', '.join(ENGINES)}")
+        used: dict[str, Any] = {}
+        reader = _Reader(root / gpu.name, used)
+        same = model.gemm_dtype in (None, model.torch_dtype)
+        return Measurements(
+            provenance={
+                "source": "aiconfigurator",
+                "package": PACKAGE,
+                "package_version": metadata.version(PACKAGE),
+                "licence": "Apache-2.0",
+                "tables": used,
+            },
+            gemm=reader.gemm(ENGINES[gpu.name]["gemm"], model.gemm_dtype or model.torch_dtype),
+            head_gemm=None if same else reader.gemm(ENGINES[gpu.name]["gemm"], model.torch_dtype),
+            elementwise=_elementwise(root, gpu, used),
+            collectives=reader.collectives(ALL_REDUCE[gpu.name]),
+            decode=reader.decode(ENGINES[gpu.name]["attention"] + REPLICATES[gpu.name], model),
+            prefill=reader.prefill(ENGINES[gpu.name]["attention"] + REPLICATES[gpu.name], model),
+        )
 
 
 class _Reader:

@@ -1,0 +1,1 @@
+"""Where `confsim fit` takes measurements from, one file per source."""
