@@ -51,16 +51,19 @@ class DecodeLoad(NamedTuple):
 
 
 class IterationPlan(NamedTuple):
-    """One iteration over all groups: prefill chunks in queue order, and one decode batch a group.
+    """One iteration: prefill chunks in queue order, and one decode batch a group.
 
     `released` names the requests whose KV was freed since the previous plan (ended or preempted): a backend that
     holds real KV drops theirs before it runs. `load` is the weight of the decodes where the planner knows it.
+    `rings` are the groups that work together on a sequence where that is not all of them: each ring computes prompts
+    of its own, or the decodes of its groups, which come ring by ring in `decode`.
     """
 
     prefill: tuple[PrefillChunk, ...]
     decode: tuple[DecodeBatch, ...]
     released: tuple[int, ...] = ()
     load: DecodeLoad | None = None
+    rings: tuple[tuple[int, ...], ...] = ()
 
     def shards(self, groups: int) -> tuple[int, ...]:
         """Prefill tokens of each group over all chunks."""

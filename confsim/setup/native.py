@@ -35,7 +35,6 @@ MODULES = (
     "schemes.base",
     "schemes.cobatch",
     "schemes.cost",
-    "schemes.elastic.ahead",
     "schemes.elastic.allocation",
     "schemes.elastic.batch",
     "schemes.elastic.batching",

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from confsim.run.backend import Backend
 from confsim.run.ledger import Ledger
 from confsim.run.model_backend import Noise
+from confsim.run.plan import DecodeBatch, IterationPlan
 from confsim.run.record import Track
 from confsim.run.request import Request
 
@@ -14,9 +16,10 @@ from confsim.run.request import Request
 class Strand:
     """Batches that decode in lockstep: one clock, one timeline."""
 
-    def __init__(self, ledger: Ledger, name: str, instance: int, noise: Noise) -> None:
+    def __init__(self, ledger: Ledger, name: str, instance: int, backend: Backend, noise: Noise) -> None:
         self.loop = ledger.new_loop(1, 1)
         self.track: Track = ledger.new_track(name, instance)
+        self.backend = backend
         self.noise = noise
         self.batches: list[Batch] = []
         self.unfinished = 0  # iterations whose slots are taken and that are not in the timeline yet
@@ -25,6 +28,11 @@ class Strand:
     def step(self) -> int:
         """Iterations so far."""
         return len(self.loop.times)
+
+    def plan(self, released: tuple[int, ...]) -> IterationPlan:
+        """The next iteration: every batch on a ring of its own, each instance with what it stores."""
+        decode = tuple([share for batch in self.batches for share in batch.shares])
+        return IterationPlan((), decode, released, rings=tuple([tuple(batch.instances) for batch in self.batches]))
 
     def decodes(self) -> Iterator[tuple[Request, Batch]]:
         """Every request that steps here, with its batch."""
@@ -40,7 +48,7 @@ class Batch:
     instances: list[int]
     members: dict[int, Request] = field(default_factory=dict)
     used: dict[int, int] = field(default_factory=dict)  # tokens of the batch by instance
-    masters: list[tuple[int, int]] = field(default_factory=list)  # (instance, decodes that store there)
+    shares: tuple[DecodeBatch, ...] = ()  # of the next iteration, by instance: the decodes that store there
     strand: Strand | None = None  # whose loop its members are in
     slack: int = 0  # free slots of its instances beyond one for every member
 

@@ -7,10 +7,13 @@ from typing import Any
 
 import simpy
 
+from confsim.run.plan import IterationPlan, IterationTiming
+from confsim.run.record import DecodeRun
 from confsim.run.request import Request
-from confsim.schemes.elastic.ahead import Stretch, stretch
 from confsim.schemes.elastic.batch import Batch, Strand
 from confsim.schemes.elastic.state import State
+
+MAX_STEPS = 256  # iterations computed ahead
 
 
 class Decodes:
@@ -24,9 +27,13 @@ class Decodes:
         """Up to `most` iterations, the last one starting before `until_s`; returns instances released at their end."""
         state = self._state
         start_s = state.env.now
-        ahead = stretch(state.cost, state.slots, strand, start_s, until_s, most)
-        ends = ahead.run.ends_s
-        self._record(strand, ahead, start_s)
+        steps = min(most, MAX_STEPS, strand.loop.steps_to_end())
+        for batch in strand.batches:
+            steps = min(steps, state.slots.steps_of(batch))
+        plan = strand.plan(state.take_released())
+        run, first = state.cost.decode_run(plan, start_s, until_s, steps, strand.noise)
+        ends = run.ends_s
+        self._record(strand, plan, run, first, start_s)
         for batch in strand.batches:
             state.slots.grow(batch, len(ends))
         strand.loop.advance(ends[:-1])
@@ -44,16 +51,17 @@ class Decodes:
             released += release(strand, batch)
         return released
 
-    def _record(self, strand: Strand, ahead: Stretch, start_s: float) -> None:
+    def _record(
+        self, strand: Strand, plan: IterationPlan, run: DecodeRun, first: IterationTiming, start_s: float
+    ) -> None:
         state = self._state
         counts = [0] * state.instances
-        for batch in strand.batches:
-            for instance, size in batch.masters:
-                counts[instance] += size
+        for share in plan.decode:
+            counts[share.group] += share.count
         context = strand.loop.batches[0].context_tokens
         strand.track.run(
-            start_s, ahead.run, ahead.linear_s, ahead.head_s, tuple(counts), len(state.queue), state.used_blocks(),
-            context, communication_s=ahead.communication_s,
+            start_s, run, first.linear_s, first.head_s, tuple(counts), len(state.queue), state.used_blocks(),
+            context, communication_s=first.communication_s,
         )  # fmt: skip
 
 

@@ -64,7 +64,9 @@ class ElasticInstance(Instance):
         self.spawn(self._run())
 
     def _new_strand(self, name: str, stream: int) -> Strand:
-        return Strand(self.ledger, name, self.setup.instance, self.setup.noise(stream))
+        latency, noise = self.cost.latency, self.setup.noise(stream)
+        backend = self.setup.backend.create(self.cost, noise, latency.tp, latency.sp, name)
+        return Strand(self.ledger, name, self.setup.instance, backend, noise)
 
     # The loop
 
@@ -146,12 +148,14 @@ class ElasticInstance(Instance):
         request, batch = max(main.decodes(), key=lambda pair: (pair[0].arrival_s, pair[0].id))
         self.state.slots.leave(request, batch, main)
         request.requeue()
+        self.state.released.append(request.id)
         self.ledger.preemptions += 1
         self.state.queue.push(request)
         release(main, batch)
 
     def _finish(self, request: Request) -> None:
         self._dispatcher.ended(request.emitted)
+        self.state.released.append(request.id)
         self.complete(request, self.env.now)
 
     # What an engine and routers ask

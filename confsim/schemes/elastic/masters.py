@@ -33,8 +33,7 @@ class Masters:
         if short:
             self._relieve(strand, extra)
         for batch in strand.batches:
-            batch.masters = self._choose(batch, extra)
-            self._slots.assign(batch, strand)
+            self._slots.assign(batch, strand, self._choose(batch, extra))
         return True
 
     def _relieve(self, strand: Strand, extra: list[int]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import simpy
 
-from confsim.run.plan import IterationTiming
+from confsim.run.plan import IterationPlan, IterationTiming, PrefillChunk
 from confsim.run.request import Request, RequestState
 from confsim.schemes.elastic.batch import Strand
 from confsim.schemes.elastic.batching import partition
@@ -18,10 +18,9 @@ from confsim.schemes.elastic.state import State
 
 @dataclass(slots=True)
 class Prefill:
-    """A prefill batch, its instances, and how long it takes."""
+    """A prefill batch and how long it takes; the instances are the ring of its plan."""
 
-    requests: list[Request]
-    instances: list[int]
+    plan: IterationPlan
     timing: IterationTiming
     predicted_s: float  # by the fitted law
 
@@ -52,13 +51,30 @@ class Prefills:
     def _place(self, requests: list[Request], instances: list[int]) -> Prefill:
         state = self._state
         state.slots.place(requests, instances)
-        timing = state.cost.prefill([request.target_tokens for request in requests], len(instances))
-        timing = timing._replace(duration_s=timing.duration_s * state.main.noise.factor())
+        plan = self._plan(requests, instances)
+        state.main.backend.submit(plan)
+        timing = state.main.backend.result()
         for request in requests:
             request.move_to(RequestState.PREFILL)
             if request.prefill_start_s < 0:
                 request.prefill_start_s = state.env.now
-        return Prefill(requests, instances, timing, state.law.batch_s(len(instances), sums_of(requests)))
+        return Prefill(plan, timing, state.law.batch_s(len(instances), sums_of(requests)))
+
+    def _plan(self, requests: list[Request], instances: list[int]) -> IterationPlan:
+        """Whole prompts, striped over the ring one behind the other; a prompt's group is where its KV begins."""
+        state = self._state
+        chunks = []
+        degree, before = len(instances), 0
+        for request in requests:
+            tokens = request.target_tokens
+            shards = [0] * state.instances
+            for place, index in enumerate(instances):
+                shards[index] = (tokens - (place - before) % degree + degree - 1) // degree
+            before += tokens
+            goes_on = state.ledger.oracle.left(request) > 1
+            group = next(iter(state.slots.held[request.id].tokens)) if goes_on else -1
+            chunks.append(PrefillChunk(request, 0, tuple(shards), True, group))
+        return IterationPlan(tuple(chunks), (), state.take_released(), rings=(tuple(instances),))
 
     def run(self, strand: Strand, prefills: list[Prefill]) -> Generator[simpy.Event, Any, list[int]]:
         """Run prefill batches side by side until the longest has ended; returns instances that hold none of them."""
@@ -67,9 +83,9 @@ class Prefills:
         released: list[int] = []
         for prefill in prefills:
             self._record(strand, prefill, start_s)
-            staying = [request for request in prefill.requests if self._first_token(request)]
+            staying = [chunk.request for chunk in prefill.plan.prefill if self._first_token(chunk.request)]
             batch = self._state.slots.batch_of(staying)
-            released += [index for index in prefill.instances if index not in batch.used]
+            released += [index for index in prefill.plan.rings[0] if index not in batch.used]
             if staying:
                 strand.batches.append(batch)
         return released
@@ -88,13 +104,8 @@ class Prefills:
         return False
 
     def _record(self, strand: Strand, prefill: Prefill, start_s: float) -> None:
-        state = self._state
-        tokens = sum([request.target_tokens for request in prefill.requests])
-        share, rest = divmod(tokens, len(prefill.instances))
-        shards = [0] * state.instances
-        for place, index in enumerate(prefill.instances):
-            shards[index] = share + (place < rest)
+        state, timing = self._state, prefill.timing
         strand.track.iteration(
-            start_s, start_s + prefill.timing.duration_s, prefill.timing, tuple(shards), (0,) * state.instances,
-            len(state.queue), state.used_blocks(), 0,
+            start_s, start_s + timing.duration_s, timing, prefill.plan.shards(state.instances),
+            (0,) * state.instances, len(state.queue), state.used_blocks(), 0,
         )  # fmt: skip

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from confsim.kv.pools import BlockPool
 from confsim.run.ledger import Oracle
+from confsim.run.plan import DecodeBatch
 from confsim.run.request import Request, RequestState
 from confsim.schemes.elastic.batch import Batch, Strand
 
@@ -148,25 +149,36 @@ class Slots:
                 held.tokens[target] = held.tokens.get(target, 0) + part
                 tokens -= part
 
-    def assign(self, batch: Batch, strand: Strand) -> None:
-        """Give every member the master of its place in the batch."""
+    def assign(self, batch: Batch, strand: Strand, sizes: Sequence[tuple[int, int]]) -> None:
+        """Give every member a master, by its place in the batch; `sizes` are (instance, decodes that store there)."""
         step = strand.step
-        masters = iter(batch.masters)
+        shares = {index: DecodeBatch(index) for index in batch.instances}
+        masters = iter(sizes)
         instance, left = -1, 0
         for request_id, request in batch.members.items():
             while not left:
                 instance, left = next(masters)
             left -= 1
+            shares[instance].members[request_id] = request
             held = self.held[request_id]
             if held.master != instance:
                 self.settle(request, strand)
                 held.master, held.since = instance, step
+        for index, share in shares.items():
+            share.count = len(share.members)
+            share.context_tokens = batch.used.get(index, 0) + share.count
+        batch.shares = tuple(shares.values())
 
     def grow(self, batch: Batch, steps: int) -> None:
         """Take the slots of a batch's next iterations."""
-        for instance, size in batch.masters:
-            self.pools[instance].held += size * steps
-            batch.hold(instance, size * steps)
+        for share in batch.shares:
+            if share.count:
+                self.pools[share.group].held += share.count * steps
+                batch.hold(share.group, share.count * steps)
+
+    def steps_of(self, batch: Batch) -> int:
+        """Iterations for which its masters have slots."""
+        return min([self.free(share.group) // share.count for share in batch.shares if share.count])
 
     def audit(self, strands: Sequence[Strand]) -> None:
         """Recount the slots from the requests that hold them.

@@ -31,6 +31,7 @@ class State:
     limits: DispatchLimits
     block_tokens: int
     parked: list[Batch] = field(default_factory=list)  # paused for the macro-iteration
+    released: list[int] = field(default_factory=list)  # requests whose KV was freed since the last plan
 
     @property
     def instances(self) -> int:
@@ -59,6 +60,12 @@ class State:
     def used_blocks(self) -> int:
         """KV in use, in blocks."""
         return -(-sum(self.slots.used) // self.block_tokens)
+
+    def take_released(self) -> tuple[int, ...]:
+        """What the next plan says of freed KV."""
+        released = tuple(self.released)
+        self.released.clear()
+        return released
 
     def pop(self) -> Request | None:
         """The next request of the queue."""
