@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +15,8 @@ from confsim.api import build, compose
 from confsim.errors import InputError
 from confsim.latency.affine import AffineLatency
 from confsim.run.engine import Run
+from confsim.run.model_backend import Cost, ModelBackend, ModelBackendConfig, Noise
+from confsim.run.plan import DecodeBatch, IterationPlan
 from confsim.schemes.elastic.batching import Share, partition
 from confsim.schemes.elastic.gate import Footprint, MemoryGate
 from confsim.schemes.elastic.law import PrefillLaw, fit_law
@@ -72,6 +75,30 @@ def test_attention_work_divides_over_the_ring() -> None:
     """n steps on stripes of len / n make len^2 / (2 n) pairs an instance."""
     whole, quarter = ring().prefill([8000], 1), ring().prefill([8000], 4)
     assert quarter.prefill_attention_s == pytest.approx(whole.prefill_attention_s / 4)
+
+
+def test_decodes_computed_ahead_are_those_of_one_plan_after_the_other() -> None:
+    """Two rings in lockstep, one of two instances with a single master: the slowest sets the pace, step by step."""
+    cost = ring()
+
+    def plan(step: int) -> IterationPlan:
+        shares = (
+            DecodeBatch(0, 0, 9000),
+            DecodeBatch(1, 3, 400 + 3 * (step + 1)),
+            DecodeBatch(2, 20, 5000 + 20 * (step + 1)),
+        )
+        return IterationPlan((), shares, rings=((0, 1), (2,)))
+
+    run, first = cost.decode_run(plan(0), 2.0, 9.0, 30, Noise(0.0, np.random.default_rng(0)))
+    single = [cost.timing(plan(step)) for step in range(30)]
+    assert single[0] == first
+    assert run.ends_s == pytest.approx([2.0 + sum(one.duration_s for one in single[: n + 1]) for n in range(30)])
+    assert run.attention_s == pytest.approx([one.decode_attention_s for one in single])
+    exchange_s = max(1, round(2 * 3 * cost.query_bytes / 100.0)) * TOKEN_S  # of three queries, and back
+    beside = 0.008 + 40e-6 * 3 + 0.0005 + 2e-6 * 3 + 0.001 + 1e-6 * 9000 + exchange_s
+    alone = decode_s(20, 5020)
+    assert first.duration_s == pytest.approx(max(beside, alone))
+    assert first.duration_s > alone
 
 
 def test_fit_recovers_a_law_of_its_form() -> None:
@@ -212,6 +239,41 @@ def test_memory_gate_is_the_bound(running: list[Footprint], new: Footprint, slot
 
 
 # The loop
+
+
+@dataclass(frozen=True)
+class Watched(ModelBackendConfig):
+    """The model, with a list of the plans that it timed."""
+
+    plans: list[IterationPlan] = field(default_factory=list)
+
+    def create(self, cost: Cost, noise: Noise, tp: int, sp: int, layout: str) -> ModelBackend:
+        backend, plans = super().create(cost, noise, tp, sp, layout), self.plans
+
+        class Backend(ModelBackend):
+            def submit(self, plan: IterationPlan) -> None:
+                plans.append(plan)
+                super().submit(plan)
+
+        return Backend(backend.cost, backend.noise)
+
+
+def test_prefills_are_timed_as_plans_striped_over_their_ring() -> None:
+    sim = simulation(*SCHEME, "cluster.gpus=4", transfer_token_s=TOKEN_S)
+    watched = Watched()
+    rows = [(0.0, 4001, 3), (0.0, 3, 3), (0.0, 30, 1), (0.01, 6002, 20), (0.02, 77, 5)]
+    result = replay(replace(sim, backend=watched), rows)
+    chunks = [chunk for plan in watched.plans for chunk in plan.prefill]
+    assert sorted((chunk.request.id, chunk.tokens) for chunk in chunks) == [(i, row[1]) for i, row in enumerate(rows)]
+    assert all((chunk.group == -1) == (rows[chunk.request.id][2] == 1) for chunk in chunks)
+    for plan in watched.plans:
+        (members,) = plan.rings
+        for shards in [chunk.shards for chunk in plan.prefill] + [plan.shards(4)]:
+            on_ring = [shards[index] for index in members]
+            assert sum(on_ring) == sum(shards)
+            assert max(on_ring) - min(on_ring) <= 1
+    recorded = [row["prefill_per_group"] for row in result.iterations.to_pylist() if row["prefill_tokens"]]
+    assert sorted(recorded) == sorted(list(plan.shards(4)) for plan in watched.plans)
 
 
 def test_a_request_alone() -> None:

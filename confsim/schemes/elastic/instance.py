@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import Any
 
 import simpy
+from mypy_extensions import mypyc_attr
 
 from confsim.kv.pools import BlockPool
 from confsim.run.request import Request
@@ -35,6 +36,7 @@ class ElasticOptions:
     split_batches: bool
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class ElasticInstance(Instance):
     """Instances that join for prefills and part for decodes."""
 
