@@ -248,14 +248,14 @@ class Watched(ModelBackendConfig):
     plans: list[IterationPlan] = field(default_factory=list)
 
     def create(self, cost: Cost, noise: Noise, tp: int, sp: int, layout: str) -> ModelBackend:
-        backend, plans = super().create(cost, noise, tp, sp, layout), self.plans
+        plans = self.plans
 
         class Backend(ModelBackend):
             def submit(self, plan: IterationPlan) -> None:
                 plans.append(plan)
                 super().submit(plan)
 
-        return Backend(backend.cost, backend.noise)
+        return Backend(cost, noise)
 
 
 def test_prefills_are_timed_as_plans_striped_over_their_ring() -> None:
