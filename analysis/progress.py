@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from analysis.search.compare import Listener
 from analysis.search.goodput import Probe
 
 
@@ -23,7 +24,7 @@ def _with_values(scheme: str, values: dict[str, Any]) -> str:
     return scheme + "".join(f" {key.removeprefix('scheme.')}={value}" for key, value in values.items())
 
 
-class Lines:
+class Lines(Listener):
     """One line a probe, in the order in which they end."""
 
     def __init__(self, console: Console) -> None:
@@ -37,9 +38,6 @@ class Lines:
     ) -> None:
         """Nothing is held."""
 
-    def started(self, scheme: str, tasks: int) -> None:
-        """Say nothing: the probes will."""
-
     def probed(self, scheme: str, values: dict[str, Any], probe: Probe) -> None:
         """Print the probe."""
         self._console.print(Text(f"{_with_values(scheme, values)}  {describe(probe)}"), soft_wrap=True)
@@ -49,7 +47,7 @@ class Lines:
         self._console.print(Text(f"{scheme}  goodput {goodput:.4g} req/s"), soft_wrap=True)
 
 
-class Bars:
+class Bars(Listener):
     """A live line for each scheme: probes done, of those handed out so far, and the latest."""
 
     def __init__(self, console: Console) -> None:

@@ -13,7 +13,7 @@ from rich.text import Text
 from analysis.commands.shared import make_console, rate, run_folder, seconds, share, shown
 from analysis.progress import listener
 from analysis.search.advise import advise
-from analysis.search.compare import Silent
+from analysis.search.compare import Listener
 
 
 def command(cfg: DictConfig) -> None:
@@ -24,7 +24,7 @@ def command(cfg: DictConfig) -> None:
     """
     folder = run_folder()
     console = make_console()
-    with contextlib.nullcontext(Silent()) if cfg.quiet else listener(console) as watcher:
+    with contextlib.nullcontext(Listener()) if cfg.quiet else listener(console) as watcher:
         result = advise(cfg, folder, watcher)
     if not cfg.quiet:
         print_advice(console, result)

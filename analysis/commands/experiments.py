@@ -10,8 +10,9 @@ from rich.console import Console
 from analysis.experiments import ablation, attention_stage, dispatch, prefill_rate, premise, ranking, speedup
 from analysis.experiments.base import Experiment, Settings
 from analysis.experiments.document import write_document, write_explorer
-from analysis.experiments.run import Runner
+from analysis.experiments.run import run
 from analysis.pages.charts import missing
+from analysis.search.pool import worker_count
 from confsim.errors import InputError
 from confsim.setup.configuration import did_you_mean
 
@@ -29,12 +30,11 @@ def command(cfg: DictConfig) -> None:
         raise InputError(no_figures)
     settings = read_settings(cfg)
     wanted = read_names(cfg)
-    if not isinstance(cfg.workers, int) or cfg.workers < 1:
-        raise InputError(f"workers={cfg.workers}: use 1 or more processes")
+    workers = worker_count("workers", cfg.workers)
     cells = {(name, key): cell for name in wanted for key, cell in EXPERIMENTS[name].cells(settings).items()}
     console = None if cfg.quiet else Console(stderr=True)
     named = {f"{name}\0{key}": cell for (name, key), cell in cells.items()}
-    results = Runner(int(cfg.workers), console=console).run(named)
+    results = run(named, workers, console=console)
     sections = []
     for name in wanted:
         own = {key: results[f"{name}\0{key}"] for experiment, key in cells if experiment == name}

@@ -12,7 +12,7 @@ from rich.text import Text
 from analysis.commands.shared import make_console, print_warnings, rate, run_folder, share, shown
 from analysis.pages.report import write_report
 from analysis.progress import listener
-from analysis.search.compare import Silent, compare
+from analysis.search.compare import Listener, compare
 
 
 def command(cfg: DictConfig) -> None:
@@ -23,7 +23,7 @@ def command(cfg: DictConfig) -> None:
     """
     folder = run_folder()
     console = make_console()
-    watch = contextlib.nullcontext(Silent()) if cfg.quiet else listener(console)
+    watch = contextlib.nullcontext(Listener()) if cfg.quiet else listener(console)
     with watch as watcher:
         result = compare(cfg, folder, watcher)
     page = write_report([folder], folder / "report.html")

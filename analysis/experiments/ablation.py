@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from analysis.experiments.base import (
-    Cell,
     Experiment,
+    ExperimentCell,
     Results,
     Section,
     Settings,
@@ -29,7 +29,7 @@ ROWS = {
 }
 
 
-def cells(settings: Settings) -> dict[str, Cell]:
+def cells(settings: Settings) -> dict[str, ExperimentCell]:
     """One prefill for each variant, prompt length and TBT."""
     found = {}
     for name, overrides in ROWS.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from analysis.experiments.base import Cell, Experiment, Results, Section, Settings, milliseconds, scenario
+from analysis.experiments.base import Experiment, ExperimentCell, Results, Section, Settings, milliseconds, scenario
 from analysis.pages.charts import bars
 
 DECODES = (8, 16, 32, 48)  # a GPU
@@ -15,7 +15,7 @@ ROWS = {
 CAPACITY = 600_000  # tokens of KV a GPU: more than it has, so that 48 decodes of 8K fit beside their prefill
 
 
-def cells(settings: Settings) -> dict[str, Cell]:
+def cells(settings: Settings) -> dict[str, ExperimentCell]:
     """One iteration with a whole chunk for each load and way to run the stage."""
     found = {}
     for name, overrides in ROWS.items():

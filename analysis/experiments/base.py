@@ -67,12 +67,17 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Cell:
+class ExperimentCell:
     """One piece of work: what to run (`kind`), and its parameters as plain JSON data; `label` is for people."""
 
     kind: str
     label: str
     params: dict[str, Any]
+
+    @property
+    def size(self) -> int:
+        """About how long it takes beside others: a search for each of a lane's variants, nothing to speak of else."""
+        return len(self.params.get("variants", ()))
 
 
 @dataclass
@@ -107,7 +112,7 @@ class Experiment:
 
     name: str
     title: str
-    cells: Callable[[Settings], dict[str, Cell]]
+    cells: Callable[[Settings], dict[str, ExperimentCell]]
     section: Callable[[Settings, Results], Section]
 
 
@@ -134,10 +139,10 @@ def registered(rows: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]
     return found | {name: (f"scheme={name}",) for name in known if name not in named}
 
 
-def scenario(label: str, *overrides: str, **keys: Any) -> Cell:
+def scenario(label: str, *overrides: str, **keys: Any) -> ExperimentCell:
     """A cell that runs `confsim scenario` with these overrides and keys."""
     written = [f"{key}={_written(value)}" for key, value in keys.items()]
-    return Cell("scenario", label, {"overrides": [*overrides, *written]})
+    return ExperimentCell("scenario", label, {"overrides": [*overrides, *written]})
 
 
 def _written(value: Any) -> str:

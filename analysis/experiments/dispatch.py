@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from analysis.experiments.base import Cell, Experiment, Results, Section, Settings, milliseconds, scenario
+from analysis.experiments.base import Experiment, ExperimentCell, Results, Section, Settings, milliseconds, scenario
 from analysis.pages.charts import bars
 
 DECODES = (128, 0, 0, 0)
@@ -11,7 +11,7 @@ CHUNKS = (512, 1024, 2048, 4096)
 RULES = ("even", "waterfill")
 
 
-def cells(settings: Settings) -> dict[str, Cell]:
+def cells(settings: Settings) -> dict[str, ExperimentCell]:
     """One iteration for each chunk and rule."""
     found = {}
     for rule in RULES:

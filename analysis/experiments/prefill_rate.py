@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from analysis.experiments.base import (
     PLAIN,
-    Cell,
     Experiment,
+    ExperimentCell,
     Results,
     Section,
     Settings,
@@ -29,7 +29,7 @@ STARVED = (
 )
 
 
-def cells(settings: Settings) -> dict[str, Cell]:
+def cells(settings: Settings) -> dict[str, ExperimentCell]:
     """A scenario for each scheme, prompt length and TBT."""
     found = {}
     for name, overrides in registered(PLAIN).items():

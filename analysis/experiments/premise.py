@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from analysis.experiments import ranking
-from analysis.experiments.base import MODELS, Cell, Experiment, Results, Section, Settings, number, registered
+from analysis.experiments.base import MODELS, Experiment, ExperimentCell, Results, Section, Settings, number, registered
 from analysis.pages.charts import lines
 from analysis.search.premise import decode_slack, decodes_running, one_group
 from confsim import api
@@ -30,9 +30,9 @@ def rows() -> dict[str, tuple[str, ...]]:
     return {name: row for name, row in ROWS.items() if name in known}
 
 
-def cells(settings: Settings) -> dict[str, Cell]:
+def cells(settings: Settings) -> dict[str, ExperimentCell]:
     """A lane for each scheme and mixture, and what each mixture is like."""
-    found: dict[str, Cell] = {}
+    found: dict[str, ExperimentCell] = {}
     shapes = {_share(share): _mixture(settings, share) for share in SHARES}
     shapes |= {_scale(scale): _scaled(scale) for scale in SCALES}
     for label, shape in shapes.items():
@@ -46,7 +46,7 @@ def cells(settings: Settings) -> dict[str, Cell]:
     return found
 
 
-def _lengths(settings: Settings, scale: float) -> Cell:
+def _lengths(settings: Settings, scale: float) -> ExperimentCell:
     gpus, tp = MODELS[MODEL]
     params = {
         "trace": settings.trace(WORKLOAD),
@@ -55,7 +55,7 @@ def _lengths(settings: Settings, scale: float) -> Cell:
         "seed": settings.seed,
         "shape": _scaled(scale),
     }
-    return Cell("lengths", f"premise, lengths, prompts times {scale:g}", params)
+    return ExperimentCell("lengths", f"premise, lengths, prompts times {scale:g}", params)
 
 
 def _mixture(settings: Settings, share: float) -> dict[str, Any] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from analysis.experiments.base import MODELS, Cell, Experiment, Results, Section, Settings, registered
+from analysis.experiments.base import MODELS, Experiment, ExperimentCell, Results, Section, Settings, registered
 from analysis.pages.charts import bars
 
 ROWS = {  # schemes and how their options are chosen; auto and tuned are searched
@@ -47,7 +47,7 @@ MEANING = {
 }
 
 
-def cells(settings: Settings) -> dict[str, Cell]:
+def cells(settings: Settings) -> dict[str, ExperimentCell]:
     """A lane for each model, workload, order and scheme."""
     found = {}
     for model in settings.models:
@@ -80,7 +80,7 @@ def lane(
     order: str,
     conditions: dict[str, list[str]],
     shape: dict[str, Any] | None = None,
-) -> Cell:
+) -> ExperimentCell:
     """The searches of one scheme on one workload."""
     gpus, tp = MODELS[model]
     scheme = row[0].removeprefix("scheme=")
@@ -96,7 +96,7 @@ def lane(
         "zero_load_requests": settings.zero_load_requests,
         "shape": shape,
     }
-    return Cell("lane", label, params)
+    return ExperimentCell("lane", label, params)
 
 
 def _key(model: str, workload: str, order: str, name: str) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from analysis.experiments.base import (
     PLAIN,
-    Cell,
     Experiment,
+    ExperimentCell,
     Results,
     Section,
     Settings,
@@ -23,7 +23,7 @@ PROMPT = 32768
 SPREADING = ("conflux", "uniform_sp", "chunked_prefill", "muxwise", "loongserve")  # schemes that run it on all GPUs
 
 
-def cells(settings: Settings) -> dict[str, Cell]:
+def cells(settings: Settings) -> dict[str, ExperimentCell]:
     """One prefill for each scheme and number of GPUs."""
     found = {}
     for name, overrides in _rows().items():

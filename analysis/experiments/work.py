@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from omegaconf import OmegaConf
 
-from analysis.experiments.base import Cell
+from analysis.experiments.base import ExperimentCell
 from analysis.search.cases import SchemeCase, scheme_cases
 from analysis.search.compare import latency_error
-from analysis.search.goodput import Probe, Search, SearchSettings, Task
+from analysis.search.goodput import Probe, Refusal, SearchSettings, Trial, search
 from analysis.search.premise import Lengths, gpus_needed
-from analysis.search.runner import ZERO_LOAD_RATE, sample_by_length
+from analysis.search.runner import CaseRun, CaseRunner
 from confsim import api
 from confsim.errors import InputError
 from confsim.run.scenario import run as run_scenario
-from traces.arrivals import Poisson
 from traces.trace import Trace
 
 KEPT = ("prefill_s", "prefills_per_s", "iterations", "max_gap_s", "tbt_met", "breakdown_s", "attention_stage_s")
@@ -32,7 +32,7 @@ MIN_RATE, MAX_RATE = 0.05, 1000.0  # req/s; a goodput below the first counts as 
 NOISY_MARGINS = (0.3, 0.2, 0.1, 0.0)  # of slo.margin, the likeliest first: the others then cost a probe each
 
 
-def compute(cell: Cell) -> dict[str, Any]:
+def compute(cell: ExperimentCell) -> dict[str, Any]:
     """The result of a cell as plain JSON data; `refused` says why where the scheme cannot run it.
 
     Raises:
@@ -132,10 +132,8 @@ class Lane:
         case = self._case()
         compiled: dict[Any, Any] = {}
         found: dict[str, Any] = {}
-        base: dict[str, Any] | None = None
         for name, overrides in self.variants.items():
-            found[name] = _Condition(self, case, overrides, compiled, base).result()
-            base = base or found[name]
+            found[name] = self._condition(case, overrides, compiled, next(iter(found.values()), None))
         trace = self.replayed(False)
         label = trace.provenance.get("label") or trace.provenance.get("name")
         return {"variants": found, "trace": str(label), "requests": len(trace)}
@@ -150,32 +148,40 @@ class Lane:
         overrides = (*self.trace, *(("kv.prefix_cache=true",) if block_ids else ()))
         return reshaped(slice_of(overrides, self.requests, self.seed), self.shape)
 
+    def _condition(
+        self, case: SchemeCase, overrides: Sequence[str], compiled: dict[Any, Any], base: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """Goodput under one condition, what was chosen for it, why requests miss above it, attainment without load."""
+        pairs = self._pairs(case, overrides, compiled, base)
+        trace = self.replayed(bool(pairs[0][1]["kv"]["prefix_cache"]))
+        runner = CaseRunner([config for _, config in pairs], trace, compiled)
+        found = search(partial(_probe, runner), self._settings(base), [values for values, _ in pairs])
+        if not found.runnable:
+            return {"goodput": 0.0, "chosen": {}, "zero_load": 0.0, "refused": found.each[0].refused}
+        curve, best = found.curve, found.best
+        failure, zero = curve.lowest_failure, self._zero_load(runner, found.runnable)
+        out: dict[str, Any] = {
+            "goodput": curve.goodput,
+            "chosen": pairs[best][0],
+            "zero_load": zero,
+            "structural": curve.goodput == 0 and zero < float(pairs[0][1]["slo"]["attainment"]),
+            "missed_by": curve[failure].missed_by if failure is not None else {},
+            "monotone": not curve.passes_above_failure,
+            "probes": sum(len(candidate.curve) for candidate in found.each),
+        }
+        return out | (_at(runner, best, curve.goodput) if base is None and curve.goodput else {})
 
-class _Condition:
-    """One variant of a lane: the scheme's candidates under its overrides."""
-
-    def __init__(
-        self,
-        lane: Lane,
-        case: SchemeCase,
-        overrides: Sequence[str],
-        compiled: dict[Any, Any],
-        base: dict[str, Any] | None,
-    ) -> None:
-        self.lane = lane
-        self.compiled = compiled
-        self.base = base
+    def _pairs(
+        self, case: SchemeCase, overrides: Sequence[str], compiled: dict[Any, Any], base: dict[str, Any] | None
+    ) -> list[Pair]:
+        """The scheme's candidates under the overrides, the likeliest first: the others then cost a probe each."""
         words = [word for word in overrides if word != NOISE]
-        pairs = [(values, overridden(config, words)) for values, config in _pairs(case)]
-        if base is not None:  # what is best there comes first: the others then cost a probe each
+        pairs = [(v, overridden(config, words)) for v, config in zip(case.candidates, case.configs, strict=True)]
+        if base is not None:
             pairs.sort(key=lambda pair: pair[0] != base["chosen"])
-        self.pairs = self._with_noise(pairs) if NOISE in overrides else pairs
-        self.trace = lane.replayed(bool(pairs[0][1]["kv"]["prefix_cache"]))
-        self._simulations: dict[int, Any] = {}
-
-    def _with_noise(self, pairs: list[Pair]) -> list[Pair]:
-        """All candidates with noise, the best of them with several margins."""
-        simulation = _build(pairs[0][1], self.lane.replayed(False), self.compiled)
+        if NOISE not in overrides:
+            return pairs
+        simulation = api.build(OmegaConf.create(pairs[0][1]), self.replayed(False))
         described = simulation.latency.describe(simulation.model, simulation.gpu)
         error = latency_error({"provenance": {"latency": described}})
         noisy = [(values, _with(config, "latency", noise=error)) for values, config in pairs]
@@ -183,91 +189,41 @@ class _Condition:
         wider = [({**values, "slo.margin": m}, _with(config, "slo", margin=m)) for m in NOISY_MARGINS]
         return [*wider, *noisy[1:]]
 
-    def result(self) -> dict[str, Any]:
-        """Goodput, what was chosen for it, why requests miss above it, and attainment without load."""
-        found = self._search()
-        if not found.runnable:
-            return {"goodput": 0.0, "chosen": {}, "zero_load": 0.0, "refused": found.candidates[0].refused}
-        curve = found.curve
-        failure = curve.lowest_failure
-        zero = self._zero_load(found.runnable)
-        out: dict[str, Any] = {
-            "goodput": curve.goodput,
-            "chosen": self.pairs[found.best][0],
-            "zero_load": zero,
-            "structural": curve.goodput == 0 and zero < float(self.pairs[0][1]["slo"]["attainment"]),
-            "missed_by": curve[failure].missed_by if failure is not None else {},
-            "monotone": not curve.passes_above_failure,
-            "probes": sum(len(candidate.curve) for candidate in found.candidates),
-        }
-        if self.base is None and curve.goodput:
-            out |= self._at(found.best, curve.goodput)
-        return out
+    def _settings(self, base: dict[str, Any] | None) -> SearchSettings:
+        """Those of a condition, which starts at the goodput of the base."""
+        start, step = (base["goodput"], 1.25) if base is not None and base["goodput"] else (2.0, 2.0)
+        return SearchSettings(self.tolerance, MIN_RATE, MAX_RATE, start, probes_per_round=1, step=step)
 
-    def _search(self) -> Search:
-        start = self.base["goodput"] if self.base is not None and self.base["goodput"] else 2.0
-        step = 1.25 if self.base is not None and self.base["goodput"] else 2.0
-        settings = SearchSettings(self.lane.tolerance, MIN_RATE, MAX_RATE, start, probes_per_round=1, step=step)
-        state = Search([values for values, _ in self.pairs], settings)
-        tasks = state.round()
-        while tasks:
-            for task in tasks:
-                try:
-                    state.add(task, self._probe(task))
-                except InputError as error:
-                    state.refuse(task, str(error))
-            tasks = state.round()
-        return state
-
-    def _simulation(self, candidate: int) -> Any:
-        if candidate not in self._simulations:
-            self._simulations[candidate] = _build(self.pairs[candidate][1], self.trace, self.compiled)
-        return self._simulations[candidate]
-
-    def _probe(self, task: Task) -> Probe:
-        result = self._simulation(task.candidate).run(rate=task.rate, probe=True)
-        passed, low, high, early = result.verdict
-        missed = {reason: count for reason, count in result.summary["missed_by"].items() if count}
-        return Probe(task.rate, passed, low, high, early, missed)
-
-    def _zero_load(self, candidates: Sequence[int]) -> float:
+    def _zero_load(self, runner: CaseRunner, candidates: Sequence[int]) -> float:
         """The best attainment without load that a candidate reaches."""
-        sample = sample_by_length(self.trace, self.lane.zero_load_requests)
         best = 0.0
         for candidate in candidates:
-            simulation = replace(self._simulation(candidate), trace=sample, arrivals=Poisson())
-            best = max(best, float(simulation.run(rate=ZERO_LOAD_RATE).summary["attainment"]))
+            alone = runner(CaseRun(candidate, "zero", requests=self.zero_load_requests))
+            best = max(best, alone.probe.attainment_low)
             if best == 1.0:
                 break
         return best
 
-    def _at(self, candidate: int, rate: float) -> dict[str, Any]:
-        summary = self._simulation(candidate).run(rate=rate).summary
-        out = {key: {name: (summary[key] or {}).get(name) for name in ("p50", "p95", "p99")} for key in STATISTICS}
-        mean_tpot = (summary["tpot_s"] or {}).get("mean")
-        return {**out, "tpot_mean_s": mean_tpot, "utilisation": summary["utilisation"]}
+
+def _probe(runner: CaseRunner, trials: Sequence[Trial]) -> list[Probe | Refusal]:
+    return [runner(CaseRun(trial.candidate, "probe", trial.rate, may_refuse=True)) for trial in trials]
 
 
-def _pairs(case: SchemeCase) -> list[Pair]:
-    return list(zip(case.candidates, case.configs, strict=True))
+def _at(runner: CaseRunner, candidate: int, rate: float) -> dict[str, Any]:
+    summary = runner(CaseRun(candidate, "full", rate)).summary
+    out = {key: {name: (summary[key] or {}).get(name) for name in ("p50", "p95", "p99")} for key in STATISTICS}
+    mean_tpot = (summary["tpot_s"] or {}).get("mean")
+    return {**out, "tpot_mean_s": mean_tpot, "utilisation": summary["utilisation"]}
 
 
 def overridden(config: dict[str, Any], words: Sequence[str]) -> dict[str, Any]:
     """A configuration with `group.key=value` words applied; an option that the scheme does not have is left out."""
-    from omegaconf import OmegaConf
-
     for word in words:
         group, _, rest = word.partition(".")
         key, _, value = rest.partition("=")
         if group != "scheme" or key in config["scheme"]:
             config = _with(config, group, **{key: OmegaConf.from_dotlist([f"{key}={value}"])[key]})
     return config
-
-
-def _build(config: dict[str, Any], trace: Trace, compiled: dict[Any, Any]) -> Any:
-    from omegaconf import OmegaConf
-
-    return replace(api.build(OmegaConf.create(config), trace), compiled=compiled)
 
 
 def _with(config: dict[str, Any], group: str, **values: Any) -> dict[str, Any]:

@@ -1,13 +1,13 @@
 """The search for goodput: the highest request rate at which a scheme keeps its SLO.
 
-Pure: which rates to try next is a function of the probes so far, so results depend neither on the number of
-processes nor on which of them finishes first. Who runs the probes is `analysis.search.pool`'s concern.
+Which rates come next is a function of the probes so far, so results depend neither on how many processes make the
+probes of a round nor on which of them finishes first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from confsim.errors import InputError
@@ -43,6 +43,11 @@ class SearchSettings:
             raise InputError(f"a search needs steps above 1, not {self.step}")
         if any(share <= 0 for share in self.curve):
             raise InputError(f"goodput.curve={list(self.curve)}: use shares of the goodput above 0")
+
+    def around(self, rate: float, step: float) -> SearchSettings:
+        """These settings for a goodput that is expected near a rate; no points of a curve."""
+        start_rate = min(max(rate, self.min_rate), self.max_rate)
+        return replace(self, start_rate=start_rate, step=step, curve=())
 
 
 @dataclass(frozen=True)
@@ -109,33 +114,138 @@ class Curve:
         return [probe.rate for probe in self.probes if probe.passed and lowest is not None and probe.rate > lowest]
 
 
+@dataclass(frozen=True)
+class Trial:
+    """A rate to try with a candidate (by its number); `full` runs to the end although the verdict is certain."""
+
+    candidate: int
+    rate: float
+    full: bool = False
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Outcome of a trial that cannot run at all, where that is no mistake of the user's: one of several candidates."""
+
+    reason: str
+
+
+@dataclass
+class Candidate:
+    """One setting of the parameters that are searched for a scheme, and its curve. `values` maps keys to values.
+
+    `refused` says why it cannot run at all ("" where it can): weights that do not fit a smaller group, say.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    curve: Curve = field(default_factory=Curve)
+    refused: str = ""
+
+
+@dataclass
+class Candidates:
+    """What a search has found out."""
+
+    each: list[Candidate]
+
+    @property
+    def runnable(self) -> list[int]:
+        """Numbers of the candidates that were not refused."""
+        return [number for number, candidate in enumerate(self.each) if not candidate.refused]
+
+    @property
+    def best(self) -> int:
+        """Number of the candidate with the highest goodput, the first among equals; 0 if none can run."""
+        return max(self.runnable, key=lambda number: (self.each[number].curve.goodput, -number), default=0)
+
+    @property
+    def curve(self) -> Curve:
+        """The curve of the best candidate."""
+        return self.each[self.best].curve
+
+
+Prober = Callable[[Sequence[Trial]], Sequence[Probe | Refusal]]  # outcomes in the order of the trials
+
+
+def search(probe: Prober, settings: SearchSettings, values: Sequence[dict[str, Any]] = ()) -> Candidates:
+    """Search the candidates with these values (none: one without any), asking `probe` for every round of trials.
+
+    The first candidate is searched to the end. Another one is searched only if it passes at a rate that would beat the
+    best by the tolerance, which takes one probe of each that cannot.
+    """
+    found = Candidates([Candidate(dict(own)) for own in values] or [Candidate()])
+
+    def take(*trials: Trial) -> None:
+        for trial, outcome in zip(trials, probe(trials), strict=True):
+            candidate = found.each[trial.candidate]
+            if isinstance(outcome, Refusal):
+                candidate.refused = outcome.reason
+            else:
+                candidate.curve.add(outcome)
+
+    _compete(found, settings, take)
+    rates = curve_rates(found.curve, settings)
+    if rates:
+        take(*(Trial(found.best, rate, full=True) for rate in rates))
+    while True:  # a point of the curve below the goodput may have failed
+        _compete(found, settings, take)
+        best, rates = found.best, next_rates(found.curve, settings) if found.runnable else []
+        if not rates:
+            return found
+        take(*(Trial(best, rate) for rate in rates))
+
+
+def _compete(found: Candidates, settings: SearchSettings, take: Callable[..., None]) -> None:
+    """Search the first candidate that can run, then every other one that may be better than the best so far."""
+    best = None
+    for number, candidate in enumerate(found.each):
+        if best is None:
+            while not candidate.refused and (rates := next_rates(candidate.curve, settings)):
+                take(*(Trial(number, rate) for rate in rates))
+            best = None if candidate.refused else candidate
+            continue
+        bar = max(best.curve.goodput * (1 + settings.tolerance), settings.min_rate)
+        if bar > settings.max_rate:
+            return
+        if not (candidate.refused or len(candidate.curve)):  # one probe of all at once
+            untried = [other for other in found.runnable if other >= number and not len(found.each[other].curve)]
+            take(*(Trial(other, bar) for other in untried))
+        while not candidate.refused and (rates := _duel(candidate.curve, bar, settings)):
+            take(*(Trial(number, rate) for rate in rates))
+        if not candidate.refused and candidate.curve.goodput > best.curve.goodput:
+            best = candidate
+
+
+def _duel(curve: Curve, bar: float, settings: SearchSettings) -> list[float]:
+    """Rates for a challenger: at the bar first, then a whole search if it passes there."""
+    failure = curve.lowest_failure
+    if failure is not None and failure <= bar:
+        return []
+    if curve.goodput < bar and bar not in curve:
+        return [bar]
+    return next_rates(curve, settings)
+
+
 def next_rates(curve: Curve, settings: SearchSettings) -> list[float]:
     """The rates of the next round of a search; empty when the goodput is known to the tolerance."""
     low, high = curve.goodput, curve.lowest_failure
     count = settings.probes_per_round
     if not len(curve):
-        return _within([settings.start_rate * settings.step**step for step in range(count)], settings)
+        return _steps(settings.start_rate, range(count), settings)
     if high is None:
-        return (
-            []
-            if low >= settings.max_rate
-            else _within([low * settings.step ** (step + 1) for step in range(count)], settings)
-        )
+        return [] if low >= settings.max_rate else _steps(low, range(1, count + 1), settings)
     if low == 0.0:
-        return (
-            []
-            if high <= settings.min_rate
-            else _within([high / settings.step ** (step + 1) for step in range(count)], settings)
-        )
+        return [] if high <= settings.min_rate else _steps(high, range(-1, -count - 1, -1), settings)
     if high <= low * (1 + settings.tolerance):
         return []
     ratio = (high / low) ** (1 / (count + 1))
     return [low * ratio ** (step + 1) for step in range(count)]
 
 
-def _within(rates: list[float], settings: SearchSettings) -> list[float]:
-    clipped = [min(max(rate, settings.min_rate), settings.max_rate) for rate in rates]
-    return sorted(set(clipped))
+def _steps(rate: float, steps: range, settings: SearchSettings) -> list[float]:
+    """Rates so many steps above (below 0: below) a rate, within the bounds."""
+    rates = [rate * settings.step**step if step >= 0 else rate / settings.step**-step for step in steps]
+    return sorted({min(max(rate, settings.min_rate), settings.max_rate) for rate in rates})
 
 
 def curve_rates(curve: Curve, settings: SearchSettings) -> list[float]:
@@ -159,118 +269,3 @@ def curve_warnings(curve: Curve, settings: SearchSettings) -> list[str]:
     if len(curve) and curve.goodput == 0.0:
         found.append(f"the SLO is missed at every rate down to goodput.min_rate={settings.min_rate:g} req/s")
     return found
-
-
-@dataclass
-class Candidate:
-    """One setting of the parameters that are searched for a scheme, and its curve. `values` maps keys to values.
-
-    `refused` says why it cannot run at all ("" where it can): weights that do not fit a smaller group, say.
-    """
-
-    values: dict[str, Any] = field(default_factory=dict)
-    curve: Curve = field(default_factory=Curve)
-    refused: str = ""
-
-
-@dataclass(frozen=True)
-class Task:
-    """A rate to try with a candidate (by its number); `full` runs to the end although the verdict is certain."""
-
-    candidate: int
-    rate: float
-    full: bool = False
-
-
-class Search:
-    """The search of one scheme over its candidates: `round()` names the next tasks, `add()` takes their probes.
-
-    The first candidate is searched to the end. Another is searched only if it passes at a rate that would beat the
-    best by the tolerance, which takes one probe of each that cannot.
-    """
-
-    def __init__(self, candidates: Sequence[dict[str, Any]], settings: SearchSettings) -> None:
-        self.settings = settings
-        self.candidates = [Candidate(dict(values)) for values in candidates] or [Candidate()]
-        self._drawn = False
-
-    def add(self, task: Task, probe: Probe) -> None:
-        """Take the outcome of a task."""
-        self.candidates[task.candidate].curve.add(probe)
-
-    def refuse(self, task: Task, reason: str) -> None:
-        """Take note that a candidate cannot run."""
-        self.candidates[task.candidate].refused = reason
-
-    @property
-    def runnable(self) -> list[int]:
-        """Numbers of the candidates that were not refused."""
-        return [number for number, candidate in enumerate(self.candidates) if not candidate.refused]
-
-    def round(self) -> list[Task]:
-        """Tasks of the next round; empty when the search is over. Call again only when all have been added."""
-        tasks = self._search_round()
-        if tasks or not self.runnable:
-            return tasks
-        best = self.best
-        if not self._drawn:
-            self._drawn = True
-            rates = curve_rates(self.curve, self.settings)
-            return [Task(best, rate, full=True) for rate in rates] or self.round()
-        return [Task(best, rate) for rate in next_rates(self.curve, self.settings)]  # a point of the curve failed
-
-    def _search_round(self) -> list[Task]:
-        if not self.runnable:
-            return []
-        best, *others = self.runnable
-        rates = next_rates(self.candidates[best].curve, self.settings)
-        if rates:
-            return [Task(best, rate) for rate in rates]
-        for position, number in enumerate(others):
-            curve = self.candidates[number].curve
-            bar = self._bar(best)
-            if bar > self.settings.max_rate:
-                break
-            if not len(curve):
-                return [Task(other, bar) for other in others[position:] if not len(self.candidates[other].curve)]
-            rates = self._duel(curve, bar)
-            if rates:
-                return [Task(number, rate) for rate in rates]
-            if curve.goodput > self.candidates[best].curve.goodput:
-                best = number
-        return []
-
-    def _duel(self, curve: Curve, bar: float) -> list[float]:
-        """Rates for a challenger: at the bar first, then a whole search if it passes there."""
-        failure = curve.lowest_failure
-        if failure is not None and failure <= bar:
-            return []
-        if curve.goodput < bar and bar not in curve:
-            return [bar]
-        return next_rates(curve, self.settings)
-
-    def _bar(self, best: int) -> float:
-        return max(self.candidates[best].curve.goodput * (1 + self.settings.tolerance), self.settings.min_rate)
-
-    @property
-    def best(self) -> int:
-        """Number of the candidate with the highest goodput, the first among equals; 0 if none can run."""
-        return max(self.runnable, key=lambda number: (self.candidates[number].curve.goodput, -number), default=0)
-
-    @property
-    def curve(self) -> Curve:
-        """The curve of the best candidate."""
-        return self.candidates[self.best].curve
-
-
-def search(
-    probe: Callable[[Task], Probe], settings: SearchSettings, candidates: Sequence[dict[str, Any]] = ()
-) -> Search:
-    """Run a whole search in this process, asking `probe` for every task."""
-    state = Search(candidates, settings)
-    tasks = state.round()
-    while tasks:
-        for task in tasks:
-            state.add(task, probe(task))
-        tasks = state.round()
-    return state

@@ -119,7 +119,7 @@ class Pool:
         Raises:
             Exception: what was raised first.
         """
-        if self._threads is None:
+        if self._threads is None or not calls:
             return [call() for call in calls]
         with ThreadPoolExecutor(len(calls)) as threads:
             futures = [threads.submit(call) for call in calls]

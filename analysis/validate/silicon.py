@@ -7,10 +7,8 @@ with `constants_of` takes another's. Rows with a TTFT above 5 s are reported apa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from analysis.commands.shared import make_console, run_folder, share, shown
+from analysis.search.pool import Pool, worker_count
 from analysis.validate.silicon_engines import ENGINES, Constants, Predicted, bench, predict
 from analysis.validate.silicon_fit import Fit, errors, fit
 from analysis.validate.silicon_page import write_page
@@ -34,7 +33,7 @@ Predictor = Callable[[str, Sequence[Measured], Constants], list[Predicted]]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ReplayedRow:
     """One row: what was measured, what was predicted, and to which split it belongs."""
 
     family: Family
@@ -47,7 +46,7 @@ class Outcome:
 class Validation:
     """All rows of the chosen families, and the constants by the family that they were chosen on."""
 
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[ReplayedRow, ...]
     fits: Mapping[str, Fit]
     fitted_rows: Mapping[str, int]
 
@@ -64,7 +63,7 @@ def command(cfg: DictConfig) -> None:
     folder = run_folder()
     console = make_console()
     say = (lambda line: None) if cfg.quiet else lambda line: console.print(Text(line, style="dim"))
-    with predictor(_count("silicon.workers", cfg.silicon.workers) or 1) as replay:
+    with predictor(worker_count("silicon.workers", cfg.silicon.workers)) as replay:
         result = validate(sample, families, replay, limit, say)
     config: Any = OmegaConf.to_container(cfg, resolve=True)
     content = summarise(result, sample, config)
@@ -102,20 +101,15 @@ def _count(key: str, value: Any) -> int | None:
 
 @contextmanager
 def predictor(workers: int) -> Iterator[Predictor]:
-    """Replays rows, in this process or in `workers` ones; results do not depend on it."""
+    """Replays rows in `workers` processes (1: in this one); results do not depend on it."""
+    with Pool(predict, workers) as pool:
 
-    def serial(name: str, rows: Sequence[Measured], constants: Constants) -> list[Predicted]:
-        return [predict(name, row, constants) for row in rows]
+        def replay(name: str, rows: Sequence[Measured], constants: Constants) -> list[Predicted]:
+            longest_first = sorted(range(len(rows)), key=lambda i: -rows[i].concurrency * rows[i].output_tokens)
+            found = dict(pool.completed({i: (name, rows[i], constants) for i in longest_first}))
+            return [found[i] for i in range(len(rows))]
 
-    if workers == 1:
-        yield serial
-        return
-    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
-
-        def parallel(name: str, rows: Sequence[Measured], constants: Constants) -> list[Predicted]:
-            return list(pool.map(predict, [name] * len(rows), rows, [constants] * len(rows)))
-
-        yield parallel
+        yield replay
 
 
 def validate(
@@ -133,7 +127,7 @@ def validate(
     by_name = {family.name: family for family in FAMILIES}
     fits: dict[str, Fit] = {}
     fitted: dict[str, int] = {}
-    outcomes: list[Outcome] = []
+    outcomes: list[ReplayedRow] = []
     for family in families:
         source = by_name[family.constants_of or family.name]
         if source.name not in fits:
@@ -143,7 +137,7 @@ def validate(
         rows = list(sample.of(family, limit))
         say(f"{family.name}: replaying {len(rows)} rows")
         predicted = replay(family.name, rows, fits[source.name].constants)
-        outcomes += [Outcome(family, row, p, family.split(row)) for row, p in zip(rows, predicted, strict=True)]
+        outcomes += [ReplayedRow(family, row, p, family.split(row)) for row, p in zip(rows, predicted, strict=True)]
     return Validation(tuple(outcomes), fits, fitted)
 
 
@@ -213,7 +207,7 @@ def _named(family: Family) -> dict[str, str]:
     return {"family": family.name, "model": family.model, "system": family.gpu, "engine": family.engine}
 
 
-def statistics(outcomes: Sequence[Outcome]) -> dict[str, float | int]:
+def statistics(outcomes: Sequence[ReplayedRow]) -> dict[str, float | int]:
     """Mean and median absolute relative error, and the mean of the signed one, of TPOT and TTFT."""
     tpot, ttft = errors([outcome.row for outcome in outcomes], [outcome.predicted for outcome in outcomes])
     out: dict[str, float | int] = {"rows": len(outcomes)}

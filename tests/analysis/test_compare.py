@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from analysis.search.compare import compare
-from analysis.search.old_pool import Pool, WorkerError
-from analysis.search.runner import FullRun, Job, Runner, sample_by_length, scaled
+from analysis.search.goodput import Probe
+from analysis.search.runner import CaseRun, CaseRunner, FullRun, sample_by_length, scaled
 from confsim.api import load_trace
 from confsim.errors import InputError
 from confsim.setup.configuration import compose
@@ -153,7 +151,7 @@ def test_a_latency_factor_divides_the_times_of_a_case_and_multiplies_its_rate():
     assert slowed["slo"]["attainment"] == plain["slo"]["attainment"]
     assert slowed["warmup_s"] == 5
     assert scaled(plain, 1.0) is plain
-    run = Runner([plain])(Job(0, "full", 2.0, latency_factor=2.0))
+    run = CaseRunner([plain])(CaseRun(0, "full", 2.0, latency_factor=2.0))
     assert isinstance(run, FullRun)
     assert run.probe.rate == 2.0
     assert run.summary["provenance"]["arrivals"]["rate"] == 4.0
@@ -171,33 +169,24 @@ def test_sample_takes_equal_steps_through_the_lengths():
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_mistakes_in_a_case_reach_the_caller(workers: int):
-    wrong = case("cluster.gpus=3")
-    with Pool([wrong], workers) as pool, pytest.raises(InputError, match="3"):
-        pool.submit("a", Job(0, "probe", 1.0))
-        list(pool.outcomes())
+def test_mistakes_in_a_case_reach_the_caller(workers: int, tmp_path: Path):
+    overrides = ["cluster.gpus=3", "schemes=[conflux]", f"goodput.workers={workers}"]
+    with pytest.raises(InputError, match="3"):
+        compare(compose([*SMALL, *overrides], "goodput"), tmp_path)
 
 
-def test_outcomes_come_with_their_keys():
-    with Pool([case(), case("scheme=chunked_prefill")], 2) as pool:
-        for number in range(5):
-            pool.submit(number, Job(number % 2, "probe", 1.0 + number))
-        found = dict(pool.outcomes())
-    assert {key: probe.rate for key, probe in found.items()} == {number: 1.0 + number for number in range(5)}
+def test_outcomes_are_read_from_disk_as_they_were_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CONFSIM_CACHE", str(tmp_path))
+    runs = [CaseRun(0, "probe", 2.0), CaseRun(0, "full", 2.0), CaseRun(0, "zero", requests=5)]
+    made = [CaseRunner([case()])(run) for run in runs]
+    monkeypatch.setattr(CaseRunner, "_outcome", lambda self, run: pytest.fail("made again"))
+    read = [CaseRunner([case()])(run) for run in runs]
+    assert [type(outcome) for outcome in read] == [Probe, FullRun, FullRun]
+    assert json.dumps(read, default=vars) == json.dumps(made, default=vars)
 
 
-def test_a_worker_that_dies_is_named():
-    with Pool([case()], 2) as pool:
-        pool.submit("a", Job(0, "probe", 1.0))
-        for worker in pool._workers:
-            os.kill(worker._process.pid, signal.SIGKILL)
-            worker._process.wait()
-        with pytest.raises(WorkerError, match="code -9"):
-            list(pool.outcomes())
-
-
-def test_leaving_a_pool_ends_its_workers():
-    with Pool([case()], 2) as pool:
-        processes = [worker._process for worker in pool._workers]
-        pool.submit("a", Job(0, "full", 1.0))
-    assert all(process.poll() is not None for process in processes)
+def test_a_given_trace_is_replayed_and_not_looked_up():
+    trace = load_trace(compose(["trace=fixed", "trace.requests=20"]))
+    run = CaseRunner([case()], trace)(CaseRun(0, "full", 1.0))
+    assert isinstance(run, FullRun)
+    assert run.requests == run.of == run.summary["requests"]["injected"] == 20

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis.search.goodput import Curve, Probe, Search, SearchSettings, Task, curve_warnings, next_rates, search
+from analysis.search.goodput import (
+    Candidates,
+    Curve,
+    Probe,
+    Refusal,
+    SearchSettings,
+    Trial,
+    curve_warnings,
+    next_rates,
+    search,
+)
 from confsim.errors import InputError
 
 TARGET = 0.95
@@ -18,13 +30,20 @@ def probe_of(rate: float, attainment: float, early: bool = False) -> Probe:
     return Probe(rate, attainment >= TARGET, attainment, attainment, early)
 
 
+def find(
+    probe: Callable[[Trial], Probe | Refusal], settings: SearchSettings, values: Sequence[dict[str, Any]] = ()
+) -> Candidates:
+    """A search with the outcome of each trial."""
+    return search(lambda trials: [probe(trial) for trial in trials], settings, values)
+
+
 def stepped(limit: float, log: list[float] | None = None):
     """A scheme that keeps its SLO up to `limit` req/s."""
 
-    def probe(task: Task) -> Probe:
+    def probe(trial: Trial) -> Probe:
         if log is not None:
-            log.append(task.rate)
-        return probe_of(task.rate, 0.99 if task.rate <= limit else 0.5)
+            log.append(trial.rate)
+        return probe_of(trial.rate, 0.99 if trial.rate <= limit else 0.5)
 
     return probe
 
@@ -43,19 +62,19 @@ def test_m14_non_monotone_curve_counts_up_to_the_first_failure():
 def test_m14_search_over_a_curve_that_dips():
     """A dip that the search meets lowers the goodput to below it, and is flagged."""
 
-    def probe(task: Task) -> Probe:
-        return probe_of(task.rate, 0.94 if 1.9 < task.rate < 2.1 else (0.96 if task.rate <= 4 else 0.5))
+    def probe(trial: Trial) -> Probe:
+        return probe_of(trial.rate, 0.94 if 1.9 < trial.rate < 2.1 else (0.96 if trial.rate <= 4 else 0.5))
 
-    found = search(probe, SearchSettings(curve=(0.5,)))  # half of 4 lies in the dip
+    found = find(probe, SearchSettings(curve=(0.5,)))  # half of 4 lies in the dip
     assert 1.85 < found.curve.goodput <= 1.9
     assert found.curve.passes_above_failure
-    assert "not monotone" in curve_warnings(found.curve, found.settings)[0]
+    assert "not monotone" in curve_warnings(found.curve, SearchSettings())[0]
 
 
 @given(limit=st.floats(0.0011, 9000))
 def test_search_finds_a_limit_to_the_tolerance(limit: float):
     settings = SearchSettings()
-    found = search(stepped(limit), settings)
+    found = find(stepped(limit), settings)
     assert found.curve.goodput <= limit
     assert found.curve.lowest_failure is not None
     assert found.curve.lowest_failure > limit
@@ -66,51 +85,53 @@ def test_search_finds_a_limit_to_the_tolerance(limit: float):
 
 @given(limit=st.floats(0.002, 5000), per_round=st.integers(1, 5))
 def test_search_converges_for_any_number_of_probes_a_round(limit: float, per_round: int):
-    found = search(stepped(limit), SearchSettings(probes_per_round=per_round))
+    found = find(stepped(limit), SearchSettings(probes_per_round=per_round))
     assert limit / 1.02 < found.curve.goodput <= limit
 
 
-def test_rounds_are_fixed_whatever_the_order_of_arrival():
-    settings = SearchSettings(curve=(0.5, 1.1))
-    forward, backward = Search([], settings), Search([], settings)
-    probe = stepped(3.3)
-    while tasks := forward.round():
-        assert backward.round() == tasks
-        for task in tasks:
-            forward.add(task, probe(task))
-        for task in reversed(tasks):
-            backward.add(task, probe(task))
-    assert forward.curve.probes == backward.curve.probes
+def test_rounds_ascend_and_have_as_many_rates_as_are_asked_for():
+    rounds: list[list[Trial]] = []
+
+    def probe(trials: Sequence[Trial]) -> list[Probe]:
+        rounds.append(list(trials))
+        return [stepped(3.3)(trial) for trial in trials]
+
+    search(probe, SearchSettings(curve=(0.5, 1.1), probes_per_round=3))
+    assert [trial.rate for trial in rounds[0]] == [1.0, 4.0, 16.0]
+    assert [trial.rate for trial in rounds[1]] == pytest.approx([4**0.25, 2, 4**0.75])
+    assert [len(trials) for trials in rounds[:-1]] == [3] * (len(rounds) - 1)
+    assert all(trial.full for trial in rounds[-1]) and len(rounds[-1]) == 2
 
 
 def test_never_passing_ends_at_the_lower_bound():
     log: list[float] = []
-    found = search(stepped(0.0, log), SearchSettings())
+    found = find(stepped(0.0, log), SearchSettings())
     assert found.curve.goodput == 0.0
     assert min(log) == 0.001
-    assert "missed at every rate down to goodput.min_rate=0.001" in curve_warnings(found.curve, found.settings)[0]
+    assert "missed at every rate down to goodput.min_rate=0.001" in curve_warnings(found.curve, SearchSettings())[0]
 
 
 def test_always_passing_ends_at_the_upper_bound_and_says_so():
-    found = search(stepped(math.inf), SearchSettings(max_rate=50.0))
+    settings = SearchSettings(max_rate=50.0)
+    found = find(stepped(math.inf), settings)
     assert found.curve.goodput == 50.0
-    assert "goodput.max_rate=50" in curve_warnings(found.curve, found.settings)[0]
+    assert "goodput.max_rate=50" in curve_warnings(found.curve, settings)[0]
 
 
 def test_a_limit_between_the_lower_bound_and_the_first_step_is_found():
-    found = search(stepped(0.0012), SearchSettings())
+    found = find(stepped(0.0012), SearchSettings())
     assert 0.0012 / 1.02 < found.curve.goodput <= 0.0012
 
 
 def test_curve_points_are_full_runs_around_the_goodput():
     full: list[float] = []
 
-    def probe(task: Task) -> Probe:
-        if task.full:
-            full.append(task.rate)
-        return probe_of(task.rate, 0.99 if task.rate <= 2 else 0.5, early=not task.full)
+    def probe(trial: Trial) -> Probe:
+        if trial.full:
+            full.append(trial.rate)
+        return probe_of(trial.rate, 0.99 if trial.rate <= 2 else 0.5, early=not trial.full)
 
-    found = search(probe, SearchSettings(curve=(0.5, 1.25)))
+    found = find(probe, SearchSettings(curve=(0.5, 1.25)))
     goodput = found.curve.goodput
     assert full == [0.5 * goodput, 1.25 * goodput]
     assert not found.curve[full[0]].decided_early
@@ -119,10 +140,10 @@ def test_curve_points_are_full_runs_around_the_goodput():
 def test_curve_point_below_the_goodput_that_fails_is_followed_up():
     """After such a point the search closes the new bracket too."""
 
-    def probe(task: Task) -> Probe:
-        return probe_of(task.rate, 0.5 if task.rate > 2 or 0.9 < task.rate < 1.1 else 0.99)
+    def probe(trial: Trial) -> Probe:
+        return probe_of(trial.rate, 0.5 if trial.rate > 2 or 0.9 < trial.rate < 1.1 else 0.99)
 
-    found = search(probe, SearchSettings(start_rate=1.5, curve=(0.5,)))
+    found = find(probe, SearchSettings(start_rate=1.5, curve=(0.5,)))
     assert found.curve.goodput <= 0.9
     assert found.curve.lowest_failure is not None
     assert found.curve.lowest_failure <= found.curve.goodput * 1.02
@@ -131,38 +152,47 @@ def test_curve_point_below_the_goodput_that_fails_is_followed_up():
 def test_tuned_values_keep_the_best_and_spend_one_probe_on_losers():
     limits = {256: 1.0, 512: 3.0, 1024: 5.0, 2048: 2.0}
 
-    def probe(task: Task) -> Probe:
-        limit = list(limits.values())[task.candidate]
-        return probe_of(task.rate, 0.99 if task.rate <= limit else 0.5)
+    def probe(trial: Trial) -> Probe:
+        limit = list(limits.values())[trial.candidate]
+        return probe_of(trial.rate, 0.99 if trial.rate <= limit else 0.5)
 
-    found = search(probe, SearchSettings(), [{"scheme.chunk_tokens": value} for value in limits])
-    assert found.candidates[found.best].values == {"scheme.chunk_tokens": 1024}
+    found = find(probe, SearchSettings(), [{"scheme.chunk_tokens": value} for value in limits])
+    assert found.each[found.best].values == {"scheme.chunk_tokens": 1024}
     assert 5 / 1.02 < found.curve.goodput <= 5
-    assert len(found.candidates[3].curve) == 2  # beats the first candidate, not the best
+    assert len(found.each[3].curve) == 2  # beats the first candidate, not the best
 
 
 def test_candidates_that_cannot_run_are_passed_over():
-    state = Search([{"tp": 1}, {"tp": 2}, {"tp": 4}], SearchSettings())
-    while tasks := state.round():
-        for task in tasks:
-            if task.candidate == 0:
-                state.refuse(task, "weights do not fit")
-            else:
-                state.add(task, stepped(3.0 + task.candidate)(task))
-    assert state.best == 2
-    assert state.candidates[0].refused == "weights do not fit"
-    assert 5 / 1.02 < state.curve.goodput <= 5
+    def probe(trial: Trial) -> Probe | Refusal:
+        return stepped(3.0 + trial.candidate)(trial) if trial.candidate else Refusal("weights do not fit")
+
+    found = find(probe, SearchSettings(), [{"tp": 1}, {"tp": 2}, {"tp": 4}])
+    assert found.best == 2
+    assert found.each[0].refused == "weights do not fit"
+    assert 5 / 1.02 < found.curve.goodput <= 5
 
 
 def test_nothing_to_search_where_no_candidate_can_run():
-    state = Search([{"tp": 1}, {"tp": 2}], SearchSettings())
-    for number in range(2):
-        state.refuse(Task(number, 1.0), "no")
-    assert state.round() == [] and state.runnable == [] and state.curve.goodput == 0.0
+    found = find(lambda trial: Refusal("no"), SearchSettings(curve=(0.5,)), [{"tp": 1}, {"tp": 2}])
+    assert found.runnable == [] and found.curve.goodput == 0.0
+    assert [candidate.refused for candidate in found.each] == ["no", "no"]
+
+
+def test_a_curve_point_that_fails_lets_another_candidate_win():
+    """The first one's goodput falls below what the second can do, so that is searched after all."""
+
+    def probe(trial: Trial) -> Probe:
+        if trial.candidate:
+            return probe_of(trial.rate, 0.99 if trial.rate <= 1.8 else 0.5)
+        return probe_of(trial.rate, 0.5 if trial.rate > 2 or 0.9 < trial.rate < 1.1 else 0.99)
+
+    found = find(probe, SearchSettings(start_rate=1.5, curve=(0.5,)), [{"a": 1}, {"a": 2}])
+    assert found.best == 1
+    assert 1.8 / 1.02 < found.curve.goodput <= 1.8
 
 
 def test_a_tie_keeps_the_first_candidate():
-    found = search(stepped(2.0), SearchSettings(), [{"a": 1}, {"a": 2}])
+    found = find(stepped(2.0), SearchSettings(), [{"a": 1}, {"a": 2}])
     assert found.best == 0
 
 

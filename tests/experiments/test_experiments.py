@@ -16,9 +16,9 @@ from analysis.commands import experiments as command
 from analysis.commands import scenario
 from analysis.experiments import ablation, attention_stage, base, dispatch, prefill_rate, premise, ranking, speedup
 from analysis.experiments import run as runs
-from analysis.experiments.base import Cell, Section, Settings
+from analysis.experiments.base import ExperimentCell, Section, Settings
 from analysis.experiments.document import write_document, write_explorer
-from analysis.experiments.run import Runner
+from analysis.experiments.run import run
 from analysis.experiments.work import Lane, compute, reshaped, slice_of
 from analysis.pages import charts
 from analysis.pages.charts import bars, lines, svg, write_svg
@@ -180,9 +180,9 @@ def test_a_scheme_that_refuses_says_why() -> None:
 # --- the runner ------------------------------------------------------------------------------------------------------
 
 
-def cheap(number: int) -> Cell:
+def cheap(number: int) -> ExperimentCell:
     words = ["latency=affine", "decodes_per_gpu=1", "decode_context=600", "decode_tokens=1", "prefills=1"]
-    return Cell("scenario", f"cell {number}", {"overrides": [*words, f"prefill_tokens={100 + number}"]})
+    return ExperimentCell("scenario", f"cell {number}", {"overrides": [*words, f"prefill_tokens={100 + number}"]})
 
 
 def test_results_are_kept_by_content_h3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +190,7 @@ def test_results_are_kept_by_content_h3(tmp_path: Path, monkeypatch: pytest.Monk
     cells = {str(number): cheap(number) for number in range(4)}
     done: list[str] = []
 
-    def until_interrupted(cell: Cell) -> dict[str, Any]:
+    def until_interrupted(cell: ExperimentCell) -> dict[str, Any]:
         if len(done) == 2:
             raise KeyboardInterrupt
         done.append(cell.label)
@@ -198,30 +198,30 @@ def test_results_are_kept_by_content_h3(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(runs, "compute", until_interrupted)
     with pytest.raises(KeyboardInterrupt):
-        Runner(1, store).run(cells)
+        run(cells, 1, store)
     done.clear()
     monkeypatch.setattr(runs, "compute", lambda cell: done.append(cell.label) or compute(cell))
-    found = Runner(1, store).run(cells)
+    found = run(cells, 1, store)
     assert done == ["cell 2", "cell 3"]
     assert list(found) == list(cells)
     monkeypatch.setattr(runs, "compute", lambda cell: pytest.fail("computed again"))
-    assert Runner(1, store).run(cells) == found
+    assert run(cells, 1, store) == found
 
 
 def test_two_processes_give_the_same(tmp_path: Path) -> None:
     cells = {str(number): cheap(number) for number in range(3)}
-    alone = Runner(1, Store(tmp_path / "a")).run(cells)
-    assert Runner(2, Store(tmp_path / "b")).run(cells) == alone
+    alone = run(cells, 1, Store(tmp_path / "a"))
+    assert run(cells, 2, Store(tmp_path / "b")) == alone
 
 
 def test_a_key_follows_parameters_and_traces(tmp_path: Path) -> None:
     file = tmp_path / "t.jsonl"
     file.write_text("1")
-    cell = Cell("lane", "a", {"trace": (f"trace.path='{file}'",)})
+    cell = ExperimentCell("lane", "a", {"trace": (f"trace.path='{file}'",)})
     before = runs.parts(cell)
     file.write_text("2")
     assert runs.parts(cell) != before
-    assert runs.parts(Cell("lane", "a label is nothing", cell.params)) == runs.parts(cell)
+    assert runs.parts(ExperimentCell("lane", "a label is nothing", cell.params)) == runs.parts(cell)
     assert runs.parts(cheap(1)) != runs.parts(cheap(2))
 
 
