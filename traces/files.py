@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 NAME_LETTERS = 40  # of a file's name that its draft carries; file systems limit the length of names
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 Content = str | bytes | Callable[[Path], object]
 
@@ -72,3 +75,14 @@ def locked(path: Path, wait: bool = True) -> Iterator[BinaryIO]:
         except OSError:
             pass
         yield file
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether an exception, or one that led to it, comes from a full disk or quota."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, OSError) and error.errno in FULL:
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False

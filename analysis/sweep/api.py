@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import re
 import secrets
 import time
@@ -13,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
+from rich.console import Console
 
 from analysis.sweep.driver import Sweep
-from analysis.sweep.expand import Grid, Point, expand
+from analysis.sweep.expand import Grid, expand, expand_config
 from confsim.errors import InputError
-from confsim.setup.configuration import check, compose, config_errors, explain, groups, one_line, rewrite
+from confsim.setup.configuration import rewrite
 
 WORD = re.compile(r"[A-Za-z_./-][\w./-]*")
 RESERVED = ("null", "true", "false", "nan", "inf")
@@ -35,7 +34,7 @@ def sweep(
     resume: bool = True,
     quiet: bool = True,
 ) -> pd.DataFrame:
-    """Run `command` for every combination of `axes` on top of `base` and return a row a run.
+    """Run `command` for every combination of `axes` on top of `base` and return one row per run.
 
     `base` is a list of overrides (`["scheme=conflux", "trace.limit=1000"]`), the same as a mapping, or a composed
     configuration. An axis is a key with its values; the name of a config group takes names of choices. `command` is
@@ -55,22 +54,18 @@ def sweep(
         if isinstance(values, str) or not isinstance(values, Sequence) or not len(values):
             raise InputError(f"axes[{name!r}]={values!r}: expected a list of values")
     command = command or ("goodput" if isinstance(base, DictConfig) and "schemes" in base else "simulate")
-    hydra = [*launcher]
+    target = (Path(folder) if folder is not None else _new_folder(base, command)).absolute()
+    own = {"resume": resume, "sweep.workers": workers}
     if isinstance(base, DictConfig):
-        grid = _grid_of_config(
-            base, axes, command, _folder(folder, str(base.output.dir), command), hydra, workers, resume
-        )
+        grid: Grid | None = expand_config(command, base, own, axes, target, launcher)
     else:
         words = list(base) if not isinstance(base, Mapping) else [f"{key}={render(base[key])}" for key in base]
         words += [f"{key}={','.join(map(render, values))}" for key, values in axes.items()]
-        words += [f"resume={render(resume)}", f"sweep.workers={render(workers)}"]
-        target = _folder(folder, "outputs" if folder else str(_output_dir(base, command)), command)
-        hydra.append(f"hydra.sweep.dir={render(str(target))}")
-        found = expand(command, [*rewrite(words, command, True), *hydra])
-        if found is None:
-            raise InputError("launcher: only Hydra's basic sweeper works here; drop hydra/sweeper")
-        grid = found
-    outcome = Sweep(grid, quiet).run()
+        words = rewrite([*words, *(f"{key}={render(value)}" for key, value in own.items())], command, True)
+        grid = expand(command, [*words, *launcher, f"hydra.sweep.dir={render(str(target))}"])
+    if grid is None:
+        raise InputError("launcher: only Hydra's basic sweeper works here; drop hydra/sweeper")
+    outcome = Sweep(grid, None if quiet else Console(soft_wrap=True)).run()
     if outcome.interrupted:
         raise KeyboardInterrupt
     for failure in outcome.failures:
@@ -81,25 +76,22 @@ def sweep(
     return frame
 
 
-def _output_dir(base: Sequence[str] | Mapping[str, Any], command: str) -> Any:
-    if isinstance(base, Mapping):
-        return base.get("output.dir", "outputs")
-    given = [word.partition("=")[2] for word in base if word.startswith("output.dir=")]
-    return given[-1].strip("'\"") if given else "outputs"
-
-
-def _folder(folder: str | Path | None, output: str, command: str) -> Path:
-    if folder is not None:
-        return Path(folder).absolute()
-    return (Path(output) / f"{command}-{time.strftime('%Y-%m-%d_%H-%M-%S')}-{secrets.token_hex(4)}").absolute()
+def _new_folder(base: Sequence[str] | Mapping[str, Any] | DictConfig, command: str) -> Path:
+    """A folder of the output directory that no other sweep has."""
+    if isinstance(base, DictConfig):
+        output = base.output.dir
+    elif isinstance(base, Mapping):
+        output = base.get("output.dir", "outputs")
+    else:
+        given = [word.partition("=")[2] for word in base if word.startswith("output.dir=")]
+        output = given[-1].strip("'\"") if given else "outputs"
+    return Path(str(output)) / f"{command}-{time.strftime('%Y-%m-%d_%H-%M-%S')}-{secrets.token_hex(4)}"
 
 
 def render(value: Any) -> str:
     """A value in the grammar of Hydra's overrides."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, (int, float)):
         return repr(value)
     if isinstance(value, Mapping):
@@ -110,47 +102,3 @@ def render(value: Any) -> str:
     if WORD.fullmatch(text) and text.lower() not in RESERVED:
         return text
     return "'" + re.sub(r"(\\*)'", r"\1\1\\'", text) + "'"
-
-
-def _grid_of_config(
-    cfg: DictConfig,
-    axes: Mapping[str, Sequence[Any]],
-    command: str,
-    folder: Path,
-    hydra: Sequence[str],
-    workers: int | None,
-    resume: bool,
-) -> Grid:
-    """The grid of a composed configuration; an axis that is a group replaces the group by each choice."""
-    base = cfg.copy()
-    OmegaConf.set_struct(base, False)
-    OmegaConf.update(base, "resume", resume)
-    OmegaConf.update(base, "sweep.workers", workers)
-    known = set(groups())
-    points = []
-    for values in itertools.product(*axes.values()):
-        chosen = dict(zip(axes, values, strict=True))
-        points.append(_point(base, chosen, known, command))
-    return Grid(command, folder, (), tuple(hydra), {key: list(values) for key, values in axes.items()}, tuple(points))
-
-
-def _point(base: DictConfig, chosen: Mapping[str, Any], known: set[str], command: str) -> Point:
-    cfg = base.copy()
-    for key, value in sorted(chosen.items(), key=lambda item: item[0] not in known):  # groups first
-        if key in known and isinstance(value, str):
-            cfg[key] = compose([f"{key}={value}"], command)[key]
-        elif OmegaConf.select(cfg, key, default=...) is ...:
-            raise InputError(f"axes[{key!r}]: no such key in the configuration")
-        else:
-            OmegaConf.update(cfg, key, value)
-    mistake = None
-    try:
-        check(cfg, (), command)
-        config: Any = OmegaConf.to_container(cfg, resolve=True)
-    except InputError as error:
-        mistake, config = one_line(str(error)), OmegaConf.to_container(cfg)
-    except config_errors() as error:
-        raise InputError(explain(error)) from error
-    choices = {key: str(value) for key, value in chosen.items() if key in known}
-    text = " ".join(f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in chosen.items())
-    return Point(dict(chosen), text, config, choices, mistake)

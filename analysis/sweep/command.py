@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.text import Text
 
 from analysis.commands.shared import shown
-from analysis.sweep.driver import Outcome, Sweep
+from analysis.sweep.driver import Sweep, SweepOutcome
 from analysis.sweep.expand import expand
 from analysis.sweep.folder import TABLE
 
@@ -24,19 +24,23 @@ def main(command: str, words: Sequence[str]) -> int | None:
         InputError: for a mistake that concerns the whole sweep.
     """
     own = [word for word in words if word not in FLAGS]
-    if any(word.startswith("-") for word in own):
-        return None
-    grid = expand(command, own)
+    grid = None if any(word.startswith("-") for word in own) else expand(command, own)
     if grid is None:
         return None
-    quiet = bool(grid.option("quiet", False))
-    console = Console(soft_wrap=True)
-    outcome = Sweep(grid, quiet, console).run()
-    _report(console, command, outcome, quiet)
+    console = None if grid.option("quiet", False) else Console(soft_wrap=True)
+    outcome = Sweep(grid, console).run()
+    if console is not None:
+        reused = f" ({outcome.reused} from before)" if outcome.reused else ""
+        console.print(Text(f"{outcome.present} of {outcome.planned} results{reused}: {shown(outcome.folder / TABLE)}"))
+        if outcome.best:
+            console.print(Text(f"best: {outcome.best}"))
+        console.print(Text(f"draw them: confsim report {shown(outcome.folder)}"))
+    for line in _missing(command, outcome):  # said even if quiet
+        print(line, file=sys.stderr)
     return _code(outcome)
 
 
-def _code(outcome: Outcome) -> int:
+def _code(outcome: SweepOutcome) -> int:
     if outcome.interrupted:
         return INTERRUPTED
     if outcome.failures and all(failure.mistake for failure in outcome.failures) and not outcome.disk_full:
@@ -44,29 +48,13 @@ def _code(outcome: Outcome) -> int:
     return 0 if outcome.complete else FAILURE
 
 
-def _report(console: Console, command: str, outcome: Outcome, quiet: bool) -> None:
-    """Where the results are, and what is missing: that goes to standard error and is said even if quiet."""
-    if not quiet:
-        path = outcome.folder / TABLE
-        reused = f" ({outcome.reused} from before)" if outcome.reused else ""
-        console.print(Text(f"{outcome.present} of {outcome.planned} results{reused}: {shown(path)}"))
-        if outcome.best:
-            console.print(Text(f"best: {outcome.best}"))
-        console.print(Text(f"draw them: confsim report {shown(outcome.folder)}"))
-    for line in _missing(command, outcome):
-        print(line, file=sys.stderr)
-
-
-def _missing(command: str, outcome: Outcome) -> list[str]:
-    lines = []
+def _missing(command: str, outcome: SweepOutcome) -> Iterator[str]:
+    """Lines about the runs that have no result."""
     if outcome.failures:
-        lines.append(f"confsim {command}: {len(outcome.failures)} of {outcome.planned} runs failed")
-        lines += [f"  {failure.text}: {failure.error} ({shown(failure.traceback)})" for failure in outcome.failures]
-    absent = outcome.planned - outcome.present - len(outcome.failures)
-    if absent:
+        yield f"confsim {command}: {len(outcome.failures)} of {outcome.planned} runs failed"
+    for failure in outcome.failures:
+        yield f"  {failure.text}: {failure.error} ({shown(failure.traceback)})"
+    if outcome.present + len(outcome.failures) < outcome.planned:
         why = "interrupted" if outcome.interrupted else "the disk is full" if outcome.disk_full else "stopped"
-        lines.append(
-            f"confsim {command}: {why}, {outcome.present} of {outcome.planned} results are there; "
-            "the same command goes on where this one ended"
-        )
-    return lines
+        there = f"{outcome.present} of {outcome.planned} results are there"
+        yield f"confsim {command}: {why}, {there}; the same command goes on where this one ended"

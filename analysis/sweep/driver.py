@@ -11,35 +11,32 @@ import shutil
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 from rich.console import Console
 
-from analysis.identity import Identifier
 from analysis.sweep.expand import Grid
-from analysis.sweep.folder import PLAN, TABLE, SweepFolder, failure_of
-from analysis.sweep.launch import Capacity, Launcher
-from analysis.sweep.progress import Display, Tally, display, watching
-from analysis.sweep.session import Job, Session, Task
+from analysis.sweep.folder import PLAN, TABLE, TRACEBACK, SweepFolder, failure_of
+from analysis.identity import Identifier
+from analysis.sweep.launch import Launcher
+from analysis.sweep.progress import Progress
+from analysis.sweep.session import Orders, PlannedRun, Session
 from analysis.sweep.table import build_table
-from analysis.sweep.worker import is_full
 from confsim.errors import InputError
 from confsim.outcome.result import write_json, write_table
 from confsim.setup.configuration import one_line
+from traces.files import is_full
 
 INDEX = ".runs"  # in the output directory: where finished runs of all sweeps are
-DRAIN_POLL_S = 0.2
-STOP_WAIT_S = 15.0
 
 
 @dataclass(frozen=True)
-class Failure:
+class FailedRun:
     """A run that failed: its overrides, what it raised in one line, the file with all of it, if a user's mistake."""
 
     text: str
@@ -49,14 +46,14 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SweepOutcome:
     """How a sweep ended: `planned` runs, of which `present` have a result and `reused` had one before."""
 
     folder: Path
     planned: int
     present: int
     reused: int
-    failures: tuple[Failure, ...]
+    failures: tuple[FailedRun, ...]
     table: pa.Table
     interrupted: bool = False
     disk_full: bool = False
@@ -68,194 +65,154 @@ class Outcome:
         return self.present == self.planned
 
 
-@dataclass
 class Sweep:
-    """One sweep. `run` may be called once."""
+    """One sweep of a grid. `run` may be called once."""
 
-    grid: Grid
-    quiet: bool = False
-    console: Console = field(default_factory=lambda: Console(soft_wrap=True))
+    def __init__(self, grid: Grid, console: Console | None = None) -> None:
+        """Without a console nothing is said.
 
-    def __post_init__(self) -> None:
-        output = self.grid.option("output.dir", "outputs")
-        self.folder = SweepFolder(self.grid.folder, Path(str(output)).absolute() / INDEX)
-        self.launcher = Launcher(self.grid.hydra, self._workers())
-        self._interrupted = False
-        self._full = False
-
-    def _workers(self) -> int | None:
-        workers = self.grid.option("sweep.workers", None)
+        Raises:
+            InputError: for a number of workers that cannot be.
+        """
+        workers = grid.option("sweep.workers", None)
         if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 1):
             raise InputError(f"sweep.workers={workers}: use 1 or more, or null for as many as the launcher can run")
-        return workers
+        index = Path(str(grid.option("output.dir", "outputs"))).absolute() / INDEX
+        self.grid = grid
+        self.folder = SweepFolder(grid.folder, index)
+        self.launcher = Launcher(grid.hydra, workers)
+        self._console = console
+        self._full = False
 
-    def run(self) -> Outcome:
+    def run(self) -> SweepOutcome:
         """Run what is missing.
 
         Raises:
-            InputError: for a launcher that does not exist, or a folder that another sweep writes to.
+            InputError: for a launcher that does not exist, or a folder that cannot be written or another sweep uses.
         """
-        capacity = self.launcher.check(self.folder.path)
-        self.folder.path.mkdir(parents=True, exist_ok=True)
+        self.capacity = self.launcher.check(self.folder.path)
         with self.folder.alone(), interruptible():
-            _end_others(self.folder.work)
-            self.folder.clean()
-            tasks = self._plan()
-            reused = self._resume(tasks)
-            todo = self._missing(tasks)
-            tally = Tally(len(tasks), len(tasks) - len(todo), {task.number: task.text for task in tasks})
-            self._announce(tally, len(todo), capacity)
-            shown = display(self.console, self.quiet)
+            self._tidy()
+            plan, runs = self._plan()
+            resume = bool(self.grid.option("resume", True))
+            todo = [run for run in {run.id: run for run in runs[::-1]}.values() if not self._kept(run, resume)][::-1]
+            reused = len({run.id for run in runs}) - len(todo)
+            absent = {run.id for run in todo}
+            self.progress = Progress(self.folder, todo, len(runs), self._console)
+            self._announce(len(runs), len(todo), sum(run.id not in absent for run in runs))
+            interrupted = False
             try:
-                self._rounds(todo, capacity, tally, shown)
+                self._rounds(todo)
             except KeyboardInterrupt:
-                self._interrupted = True
-                _end_others(self.folder.work)
-                self.folder.clean()  # a worker that is interrupted twice leaves the run that it was writing
+                interrupted = True
+                self._tidy()  # a worker that is interrupted twice leaves the run that it was writing
             finally:
-                shown.close()
-            return self._outcome(tasks, reused, tally)
+                self.progress.close()
+            return self._outcome(plan, runs, reused, interrupted)
 
-    # Plan
+    def _tidy(self) -> None:
+        """End workers of a sweep of this folder whose parent is gone, and remove what was half-written."""
+        for path in self.folder.work.iterdir():
+            if path.is_dir():
+                Session(path).end()
+        self.folder.clean()
 
-    def _plan(self) -> list[Task]:
+    def _plan(self) -> tuple[dict[str, Any], list[PlannedRun]]:
+        """The content of sweep.json, and the runs."""
         identify = Identifier()
-        tasks = []
+        runs = []
         for number, point in enumerate(self.grid.points):
             identity = identify(self.grid.command, point.config)
-            tasks.append(Task(number, identity.id, point.text, point.config, point.mistake, identity.parts))
-        runs = [
-            {"run": task.number, "id": task.id, "axes": point.axes, "choices": point.choices, "text": point.text}
-            for task, point in zip(tasks, self.grid.points, strict=True)
+            runs.append(PlannedRun(number, identity.id, point.text, point.config, identity.parts, point.mistake))
+        entries = [
+            {"run": run.number, "id": run.id, "axes": point.axes, "choices": point.choices, "text": point.text}
+            for run, point in zip(runs, self.grid.points, strict=True)
         ]
-        plan = {
-            "kind": "sweep",
-            "command": self.grid.command,
-            "overrides": list(self.grid.common),
-            "axes": self.grid.axes,
-            "planned": len(tasks),
-            "runs": runs,
-        }
+        shared = {"command": self.grid.command, "overrides": list(self.grid.common), "axes": self.grid.axes}
+        plan = {"kind": "sweep", **shared, "planned": len(runs), "runs": entries}
         write_json(self.folder.path / PLAN, plan)
-        self._content = plan
-        return tasks
+        return plan, runs
 
-    def _resume(self, tasks: Sequence[Task]) -> int:
-        """Keep or take over finished runs; returns how many there are."""
-        reused = 0
-        for task in {task.id: task for task in tasks}.values():
-            state = self.folder.state(task.id)
-            if not self.grid.option("resume", True):
-                self.folder.forget(task.id)
-            elif state == "done" or self.folder.adopt(task.id):
-                reused += 1
-        return reused
+    def _kept(self, run: PlannedRun, resume: bool) -> bool:
+        if not resume:
+            self.folder.forget(run.id)
+        return resume and self.folder.keep(run.id)
 
-    def _missing(self, tasks: Sequence[Task]) -> list[Task]:
-        """One task for each run that has no result."""
-        return [task for task in {task.id: task for task in reversed(tasks)}.values() if not self._is_done(task)][::-1]
-
-    def _is_done(self, task: Task) -> bool:
-        return self.folder.state(task.id) == "done"
-
-    def _announce(self, tally: Tally, missing: int, capacity: Capacity) -> None:
-        if self.quiet:
+    def _announce(self, planned: int, missing: int, present: int) -> None:
+        if self._console is None:
             return
-        runs = f"{tally.planned} run{'s' if tally.planned != 1 else ''} planned"
-        there = f", {tally.present} there already" if tally.present else ""
-        workers = self.launcher.count(missing, capacity) if missing else 0
-        how = f", {workers} worker{'s' if workers != 1 else ''} ({capacity.name})" if missing else ""
-        self.console.print(f"{runs}{there}{how}: {self.folder.path}", markup=False, highlight=False)
+        text = f"{planned} run{'s' if planned != 1 else ''} planned"
+        if present:
+            text += f", {present} there already"
+        if missing:
+            workers = self.launcher.count(missing, self.capacity)
+            text += f", {workers} worker{'s' if workers != 1 else ''} ({self.capacity.name})"
+        self._console.print(f"{text}: {self.folder.path}", markup=False, highlight=False)
 
-    # Rounds
-
-    def _rounds(self, todo: list[Task], capacity: Capacity, tally: Tally, shown: Display) -> None:
+    def _rounds(self, todo: Sequence[PlannedRun]) -> None:
         suspects: set[str] = set()  # runs that were lost with a worker
         while todo and not self._full:
-            batch = [task for task in todo if task.id not in suspects] or todo[:1]
-            error, claimed = self._round(batch, capacity, tally, shown)
-            lost = [task for task in batch if task.number in claimed and self.folder.state(task.id) == "missing"]
-            if self._full:
-                return
-            if not claimed:
+            batch = [run for run in todo if run.id not in suspects] or todo[:1]
+            error, claimed = self._round(batch)
+            if not claimed and not self._full:
                 cause = one_line(str(error)) if error is not None else "none took a run"
-                raise InputError(f"hydra/launcher={capacity.name}: no worker started: {cause}") from error
-            for task in lost:
-                if len(batch) == 1:
-                    self._give_up(task, error, tally, shown)
-                suspects.add(task.id)
-            todo = [task for task in todo if self.folder.state(task.id) == "missing"]
+                raise InputError(f"hydra/launcher={self.capacity.name}: no worker started: {cause}") from error
+            todo = [run for run in todo if self.folder.state(run.id) == "missing"]
+            lost = [run for run in batch if run in todo and run.number in claimed]
+            if len(batch) == 1 and lost and not self._full:
+                self._give_up(lost[0], error)
+                todo = [run for run in todo if run is not lost[0]]
+            suspects |= {run.id for run in lost}
 
-    def _round(
-        self, batch: Sequence[Task], capacity: Capacity, tally: Tally, shown: Display
-    ) -> tuple[Exception | None, set[int]]:
+    def _round(self, batch: Sequence[PlannedRun]) -> tuple[Exception | None, set[int]]:
         """Launch workers on some runs; returns what the launcher raised, and the runs that were taken."""
-        index = str(self.folder.index) if self.folder.index is not None else None
-        owner = None if capacity.detached else (socket.gethostname(), os.getpid())
-        for task in batch:  # failures of earlier sweeps are tried again
-            if self.folder.state(task.id) == "failed":
-                self.folder.forget(task.id)
-        session = Session.create(self.folder.work, Job(self.grid.command, index, owner), batch)
+        owner = None if self.capacity.detached else (socket.gethostname(), os.getpid())
+        session = Session.create(self.folder.work, Orders(self.grid.command, str(self.folder.index), owner), batch)
         error: Exception | None = None
         try:
-            with watching(session, tally, shown.show):
+            with self.progress.following(session):
                 try:
-                    said = self.launcher.launch(
-                        self.folder.path, session.path, self.launcher.count(len(batch), capacity)
-                    )
-                    self._full = any(worker["full"] for worker in said)
+                    workers = self.launcher.count(len(batch), self.capacity)
+                    self._full = any(self.launcher.launch(self.folder.path, session.path, workers))
                 except InputError:
                     raise
                 except Exception as failure:
-                    error = failure
-                    self._full = is_full(failure)
-                    _drain(session)
+                    error, self._full = failure, is_full(failure)
+                    session.wait()  # for those that live: the launcher gave up on all when one died
             return error, session.claimed()
         finally:
-            session.stop()
-            _wait(session)
-            session.remove()
+            session.end()
 
-    def _give_up(self, task: Task, error: Exception | None, tally: Tally, shown: Display) -> None:
+    def _give_up(self, run: PlannedRun, error: Exception | None) -> None:
         cause = f" ({type(error).__name__})" if error is not None else ""
         message = f"its worker died twice{cause}: killed, out of memory, or ended by os._exit"
-        about = {"command": self.grid.command, "text": task.text, "identity": task.identity, "config": task.config}
-        self.folder.fail(task.id, {**about, "error": message, "mistake": False}, f"{message}\n{error}\n")
-        event = {"event": "failed", "run": task.number, "error": message}
-        tally.take(event)
-        shown.show(tally, [event])
+        about = {"command": self.grid.command, "text": run.text, "identity": run.identity, "config": run.config}
+        self.folder.fail(run.id, {**about, "error": message, "mistake": False}, f"{message}\n{error}\n")
+        self.progress.look({run.number})
 
-    # End
-
-    def _outcome(self, tasks: Sequence[Task], reused: int, tally: Tally) -> Outcome:
-        states = {task.id: self.folder.state(task.id) for task in tasks}
-        failures = tuple(self._failure(task) for task in tasks if states[task.id] == "failed")
-        present = sum(states[task.id] == "done" for task in tasks)
-        table = build_table(self.folder, self._content)
+    def _outcome(
+        self, plan: dict[str, Any], runs: Sequence[PlannedRun], reused: int, interrupted: bool
+    ) -> SweepOutcome:
+        failures = []
+        for run in runs:
+            folder = self.folder.run(run.id)
+            record = failure_of(folder)
+            if record is not None:
+                mistake = bool(record.get("mistake"))
+                failures.append(FailedRun(run.text, str(record.get("error")), folder / TRACEBACK, mistake))
+        present = sum(self.folder.state(run.id) == "done" for run in runs)
+        table = build_table(self.folder, plan)
         try:
             write_table(self.folder.path / TABLE, table)
         except OSError as error:
             if not is_full(error):
                 raise
             self._full = True
-        if not self._interrupted and not self._full:
+        if not interrupted and not self._full:
             shutil.rmtree(self.folder.work, ignore_errors=True)
-        return Outcome(
-            self.folder.path,
-            len(tasks),
-            present,
-            reused,
-            failures,
-            table,
-            self._interrupted,
-            self._full,
-            tally.best_text,
-        )
-
-    def _failure(self, task: Task) -> Failure:
-        folder = self.folder.run(task.id)
-        record = failure_of(folder) or {}
-        return Failure(task.text, str(record.get("error")), folder / "error.txt", bool(record.get("mistake")))
+        found = tuple(failures)
+        best = self.progress.best
+        return SweepOutcome(self.folder.path, len(runs), present, reused, found, table, interrupted, self._full, best)
 
 
 @contextmanager
@@ -273,26 +230,3 @@ def interruptible() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _drain(session: Session) -> None:
-    """Wait for the workers that live: the launcher gave up on all when one died."""
-    while session.living():
-        time.sleep(DRAIN_POLL_S)
-
-
-def _wait(session: Session) -> None:
-    """Wait a while for workers to end after they were told to."""
-    until = time.monotonic() + STOP_WAIT_S
-    while session.living() and time.monotonic() < until:
-        time.sleep(DRAIN_POLL_S)
-
-
-def _end_others(work: Path) -> None:
-    """End workers of an earlier sweep in this folder whose parent is gone."""
-    sessions = [Session(path) for path in work.iterdir() if path.is_dir()]
-    for session in sessions:
-        session.stop()
-    for session in sessions:
-        _wait(session)
-        session.remove()

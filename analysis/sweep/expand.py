@@ -7,15 +7,16 @@ are set the way Hydra sets them. That is exact and ten times faster than composi
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from confsim.errors import InputError
-from confsim.setup.configuration import check, config_errors, explain, fresh_hydra, groups, one_line
+from confsim.setup.configuration import check, compose, config_errors, explain, fresh_hydra, groups, one_line
 
 SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 ALL_SCHEMES = "per_scheme.all."  # how `goodput` keeps scheme.KEY
@@ -51,63 +52,54 @@ class Grid:
         return default if value is None else value
 
 
-def is_hydra(word: str) -> bool:
-    """Whether an override is for Hydra and not for the run."""
-    return word.lstrip("+~").startswith(("hydra.", "hydra/"))
-
-
-def is_launcher(word: str) -> bool:
-    """Whether an override is for the launcher."""
-    return word.lstrip("+~").startswith(("hydra.launcher.", "hydra/launcher"))
-
-
 def expand(command: str, words: Sequence[str]) -> Grid | None:
     """The grid of `words`, overrides in Hydra's grammar; None where another sweeper than Hydra's basic one is chosen.
 
     Raises:
         InputError: for a key, choice or value that Hydra refuses.
     """
-    own = [word for word in words if not is_hydra(word)]
-    hydra = [word for word in words if is_hydra(word)]
+    own = [word for word in words if not _is_for(word, "hydra.", "hydra/")]
+    hydra = [word for word in words if _is_for(word, "hydra.", "hydra/")]
     with fresh_hydra(command):
         try:
-            return _Expansion(command, own, hydra).grid()
+            return _Expansion(command).grid(own, hydra)
         except config_errors() as error:
             raise InputError(explain(error, own, command)) from error
 
 
-@dataclass
-class _Expansion:
-    command: str
-    words: list[str]
-    hydra: list[str]
-    _parsed: dict[str, Any] = field(default_factory=dict)
-    _bases: dict[tuple[str, ...], tuple[DictConfig, dict[str, str]]] = field(default_factory=dict)
-    _checked: dict[tuple[str, ...], str | None] = field(default_factory=dict)
+def _is_for(word: str, *prefixes: str) -> bool:
+    return word.lstrip("+~").startswith(prefixes)
 
-    def grid(self) -> Grid | None:
+
+class _Expansion:
+    def __init__(self, command: str) -> None:
+        self._command = command
         self._groups = set(groups())
-        overrides = [self._parse(word) for word in self.words]
-        fixed = [word for word, item in zip(self.words, overrides, strict=True) if not item.is_sweep_override()]
+        self._parsed: dict[str, Any] = {}
+        self._bases: dict[tuple[str, ...], tuple[DictConfig, dict[str, str]]] = {}
+        self._checked: dict[tuple[str, ...], str | None] = {}
+
+    def grid(self, words: list[str], hydra: list[str]) -> Grid | None:
+        fixed = [word for word in words if not self._parse(word).is_sweep_override()]
         # The launcher's own overrides are composed, and complained about, where it is started.
-        master = self._compose([*fixed, *(word for word in self.hydra if not is_launcher(word))])
+        own = [word for word in hydra if not _is_for(word, "hydra.launcher.", "hydra/launcher")]
+        master = self._compose([*fixed, *own])
         if master.hydra.sweeper._target_ != SWEEPER:
             return None
-        params = master.hydra.sweeper.get("params") or {}
-        words = {
-            self._parse(word).get_key_element(): word for word in [f"{k}={v}" for k, v in params.items()] + self.words
-        }
-        overrides = [self._parse(word) for word in words.values()]
-        swept = {item.get_key_element(): axis_name(item.key_or_group) for item in overrides if item.is_sweep_override()}
-        combinations = itertools.product(*(self._values(word) for word in words.values()))
-        points = tuple(self._point(list(combination), swept) for combination in combinations)
+        params = [f"{key}={value}" for key, value in (master.hydra.sweeper.get("params") or {}).items()]
+        last = {
+            self._parse(word).get_key_element(): word for word in [*params, *words]
+        }  # of a key the last word counts
+        swept = {key: axis_name(self._parse(word).key_or_group) for key, word in last.items()
+                 if self._parse(word).is_sweep_override()}  # fmt: skip
+        combinations = itertools.product(*map(self._values, last.values()))
+        points = tuple(self._point(combination, swept) for combination in combinations)
         axes: dict[str, list[Any]] = {name: [] for name in swept.values()}
-        for point in points:
-            for name, value in point.axes.items():
-                if value not in axes[name]:
-                    axes[name].append(value)
+        for name, value in itertools.chain.from_iterable(point.axes.items() for point in points):
+            if value not in axes[name]:
+                axes[name].append(value)
         folder = Path(str(master.hydra.sweep.dir)).absolute()
-        return Grid(self.command, folder, tuple(fixed), tuple(self.hydra), axes, points)
+        return Grid(self._command, folder, tuple(fixed), tuple(hydra), axes, points)
 
     def _values(self, word: str) -> list[str]:
         """The override of each value, as Hydra's basic sweeper spreads it out."""
@@ -130,26 +122,22 @@ class _Expansion:
     def _compose(self, words: Sequence[str]) -> DictConfig:
         import hydra
 
-        return hydra.compose(config_name=self.command, overrides=list(words), return_hydra_config=True)
+        return hydra.compose(config_name=self._command, overrides=list(words), return_hydra_config=True)
 
-    def _point(self, words: list[str], swept: dict[str, str]) -> Point:
+    def _point(self, words: Sequence[str], swept: Mapping[str, str]) -> Point:
         items = [self._parse(word) for word in words]
         cfg, choices = self._configure(words, items)
-        axes = {swept[item.get_key_element()]: plain(item.value()) for item in items if item.get_key_element() in swept}
-        text = " ".join(
-            f"{swept[item.get_key_element()]}={item.get_value_element_as_str()}"
-            for item in items
-            if item.get_key_element() in swept
-        )
+        own = [(swept[item.get_key_element()], item) for item in items if item.get_key_element() in swept]
+        text = " ".join(f"{name}={item.get_value_element_as_str()}" for name, item in own)
         resolved: Any = OmegaConf.to_container(cfg, resolve=True)
+        axes = {name: plain(item.value()) for name, item in own}
         return Point(axes, text, resolved, choices, self._mistake(cfg, words, items))
 
-    def _configure(self, words: list[str], items: list[Any]) -> tuple[DictConfig, dict[str, str]]:
+    def _configure(self, words: Sequence[str], items: list[Any]) -> tuple[DictConfig, dict[str, str]]:
         values = [item for item in items if item.key_or_group not in self._groups]
         if any(item.is_delete() or item.is_add() or item.package is not None for item in values):
             return self._split(self._compose(words))
-        choice = tuple(word for word, item in zip(words, items, strict=True) if item.key_or_group in self._groups)
-        key = (*choice, *(item.get_key_element() for item in values))
+        key = (*self._choices(words, items), *(item.get_key_element() for item in values))
         if key not in self._bases or any(isinstance(item.value(), dict) for item in values):
             self._bases[key] = self._split(self._compose(words))
             return self._bases[key]
@@ -158,6 +146,9 @@ class _Expansion:
             OmegaConf.update(cfg, item.key_or_group, item.value(), merge=True, force_add=item.is_force_add())
         return cfg, choices
 
+    def _choices(self, words: Sequence[str], items: list[Any]) -> tuple[str, ...]:
+        return tuple(word for word, item in zip(words, items, strict=True) if item.key_or_group in self._groups)
+
     def _split(self, cfg: DictConfig) -> tuple[DictConfig, dict[str, str]]:
         chosen = cfg.hydra.runtime.choices
         choices = {str(key): str(chosen[key]) for key in chosen if key in self._groups}
@@ -165,24 +156,24 @@ class _Expansion:
         OmegaConf.set_struct(own, True)
         return own, choices
 
-    def _mistake(self, cfg: DictConfig, words: list[str], items: list[Any]) -> str | None:
+    def _mistake(self, cfg: DictConfig, words: Sequence[str], items: list[Any]) -> str | None:
         """What `check` says of the run: kept with it, since the other runs may be right."""
-        choice = [word for word, item in zip(words, items, strict=True) if item.key_or_group in self._groups]
-        try:
-            check(cfg, (), self.command)
-        except InputError as error:
-            return one_line(str(error))
-        for word, item in zip(words, items, strict=True):
+        mistake = _complaint(cfg, (), self._command)
+        choice = self._choices(words, items)
+        for word in (word for word, item in zip(words, items, strict=True) if "." in item.key_or_group):
             key = (*choice, word)
-            if "." in item.key_or_group and key not in self._checked:
-                try:
-                    check(cfg, key, self.command)
-                    self._checked[key] = None
-                except InputError as error:
-                    self._checked[key] = one_line(str(error))
-            if self._checked.get(key):
-                return self._checked[key]
-        return None
+            if mistake is None and key not in self._checked:
+                self._checked[key] = _complaint(cfg, key, self._command)
+            mistake = mistake or self._checked[key]
+        return mistake
+
+
+def _complaint(cfg: DictConfig, overrides: Sequence[str], command: str) -> str | None:
+    try:
+        check(cfg, overrides, command)
+    except InputError as error:
+        return one_line(str(error))
+    return None
 
 
 def axis_name(key: str) -> str:
@@ -201,3 +192,46 @@ def plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(plain(key)): plain(item) for key, item in value.items()}
     return value
+
+
+def expand_config(
+    command: str,
+    base: DictConfig,
+    own: Mapping[str, Any],
+    axes: Mapping[str, Sequence[Any]],
+    folder: Path,
+    hydra: Iterable[str],
+) -> Grid:
+    """The grid of a composed configuration with the values `own`; an axis that is a group replaces it by each choice.
+
+    Raises:
+        InputError: for a key or choice that does not exist.
+    """
+    base = base.copy()
+    OmegaConf.set_struct(base, False)
+    for key, value in own.items():
+        OmegaConf.update(base, key, value)
+    combinations = itertools.product(*axes.values())
+    points = tuple(_set(base, dict(zip(axes, values, strict=True)), command) for values in combinations)
+    return Grid(command, folder, (), tuple(hydra), {key: list(values) for key, values in axes.items()}, points)
+
+
+def _set(base: DictConfig, chosen: dict[str, Any], command: str) -> Point:
+    """The run of a configuration with some values set, groups first."""
+    cfg = base.copy()
+    known = groups()
+    choices = {key: value for key, value in chosen.items() if key in known and isinstance(value, str)}
+    for key, value in {**choices, **chosen}.items():
+        if key in choices:
+            cfg[key] = compose([f"{key}={value}"], command)[key]
+        elif OmegaConf.select(cfg, key, default=...) is ...:
+            raise InputError(f"axes[{key!r}]: no such key in the configuration")
+        else:
+            OmegaConf.update(cfg, key, value)
+    mistake = _complaint(cfg, (), command)
+    try:
+        config: Any = OmegaConf.to_container(cfg, resolve=mistake is None)
+    except config_errors() as error:
+        raise InputError(explain(error)) from error
+    text = " ".join(f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in chosen.items())
+    return Point(chosen, text, config, choices, mistake)

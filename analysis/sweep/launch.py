@@ -22,6 +22,15 @@ EXTRAS = {"hydra_joblib_launcher": "joblib", "hydra_submitit_launcher": "slurm",
 
 
 @dataclass(frozen=True)
+class Capacity:
+    """`workers` that can run at once; `detached`: on other machines, where they may outlive this process."""
+
+    name: str
+    workers: int
+    detached: bool = False
+
+
+@dataclass(frozen=True)
 class Launcher:
     """A launcher by the overrides of the command line (`hydra/launcher=...`, `hydra.launcher....`)."""
 
@@ -34,18 +43,23 @@ class Launcher:
         Raises:
             InputError: for a launcher or option that does not exist, or one that is not installed.
         """
+        from hydra.core.plugins import Plugins
+
         with fresh_hydra(WORKER_CONFIG):
-            cfg = self._compose(folder, Path("unused"))
-            target = str(cfg.hydra.launcher._target_)
-            self._installed(target)
-            return _capacity(target, cfg.hydra.launcher)
+            launcher = self._compose(folder, Path("unused")).hydra.launcher
+            target = str(launcher._target_)
+            if target not in Plugins.instance().class_name_to_class:
+                extra = next((extra for name, extra in EXTRAS.items() if name in target), None)
+                fix = f"pip install 'confsim[{extra}]'" if extra else "install its package"
+                raise InputError(f"{GROUP}: {target.rpartition('.')[2]} is not installed here: {fix}")
+            return _capacity(target, launcher)
 
     def count(self, runs: int, capacity: Capacity) -> int:
         """Workers to start for so many runs."""
         return max(1, min(runs, self.workers or capacity.workers))
 
-    def launch(self, folder: Path, session: Path, workers: int) -> list[dict[str, Any]]:
-        """Run workers until they end; returns what each says.
+    def launch(self, folder: Path, session: Path, workers: int) -> list[Any]:
+        """Run workers until they end; returns what each returns.
 
         Raises:
             Exception: what the launcher raises when a worker dies.
@@ -55,21 +69,20 @@ class Launcher:
         from hydra.core.utils import JobStatus
         from hydra.types import HydraContext
 
-        from analysis.sweep.worker import task
+        from analysis.sweep.worker import work
 
         with fresh_hydra(WORKER_CONFIG):
             from hydra._internal.callbacks import Callbacks
 
             cfg = self._compose(folder, session)
             context = HydraContext(config_loader=GlobalHydra.instance().config_loader(), callbacks=Callbacks(cfg))
-            launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=task, config=cfg)
-            own = list(cfg.hydra.overrides.task)
-            jobs = [[*own, f"worker={number}"] for number in range(workers)]
-            returned = launcher.launch(jobs, initial_job_idx=0)
-        for job in returned:
+            launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=work, config=cfg)
+            jobs = [[*cfg.hydra.overrides.task, f"worker={number}"] for number in range(workers)]
+            done = launcher.launch(jobs, initial_job_idx=0)
+        for job in done:
             if job.status == JobStatus.FAILED:
                 raise job._return_value
-        return [job.return_value for job in returned]
+        return [job.return_value for job in done]
 
     def _compose(self, folder: Path, session: Path) -> Any:
         from hydra.core.global_hydra import GlobalHydra
@@ -77,37 +90,14 @@ class Launcher:
 
         sweeper = ("hydra.sweep", "hydra/sweep")
         own = [_ours(word) for word in self.overrides if not word.lstrip("+~").startswith(sweeper)]
-        words = [*own, f"hydra.sweep.dir={_quoted(folder)}", f"folder={_quoted(folder)}", f"session={_quoted(session)}"]
+        places = {"hydra.sweep.dir": folder, "folder": folder, "session": session}
+        words = [*own, *(f"{key}={_quoted(path)}" for key, path in places.items())]
+        hydra = GlobalHydra.instance().hydra
+        assert hydra is not None
         try:
-            hydra = GlobalHydra.instance().hydra
-            assert hydra is not None
-            return hydra.compose_config(
-                config_name=WORKER_CONFIG,
-                overrides=words,
-                run_mode=RunMode.MULTIRUN,
-                from_shell=False,
-                with_log_configuration=False,
-            )
+            return hydra.compose_config(WORKER_CONFIG, words, RunMode.MULTIRUN, from_shell=False)
         except config_errors() as error:
             raise InputError(_complaint(error, words)) from error
-
-    def _installed(self, target: str) -> None:
-        from hydra.core.plugins import Plugins
-
-        if target in Plugins.instance().class_name_to_class:
-            return
-        extra = next((extra for name, extra in EXTRAS.items() if name in target), None)
-        fix = f"pip install 'confsim[{extra}]'" if extra else "install its package"
-        raise InputError(f"hydra/launcher: {target.rpartition('.')[2]} is not installed here: {fix}")
-
-
-@dataclass(frozen=True)
-class Capacity:
-    """`workers` that can run at once; `detached`: on other machines, where they may outlive this process."""
-
-    name: str
-    workers: int
-    detached: bool = False
 
 
 def _capacity(target: str, options: Any) -> Capacity:
@@ -152,5 +142,4 @@ def _complaint(error: Exception, words: Sequence[str]) -> str:
 
 
 def _quoted(path: Path) -> str:
-    text = str(path).replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{text}'"
+    return "'" + str(path).replace("\\", "\\\\").replace("'", "\\'") + "'"

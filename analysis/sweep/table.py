@@ -14,9 +14,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from analysis.identity import relevant
 from analysis.pages.report.load import read_json
 from analysis.sweep.folder import RUN, SweepFolder, failure_of
+from analysis.identity import relevant
 from confsim.setup.cache import leaves
 
 META = b"confsim"

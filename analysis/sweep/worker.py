@@ -6,187 +6,88 @@ resolved configurations.
 
 from __future__ import annotations
 
-import _thread
-import errno
 import json
 import os
 import socket
-import threading
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from analysis.identity import code_version
 from analysis.sweep.folder import SweepFolder
-from analysis.sweep.jobs import RUN, Shared
-from analysis.sweep.session import HEARTBEAT_S, EventLog, Job, Session, Task, process_lives
+from analysis.identity import code_version
+from analysis.sweep.session import PlannedRun, Session
 from confsim.errors import InputError
 from confsim.setup.configuration import input_error, one_line
+from traces.files import is_full
+from traces.trace import Trace
 
 INTERRUPTED = 130
-FULL = (errno.ENOSPC, errno.EDQUOT)
+KEPT_TRACES = 4  # of a worker, so that sweeps over traces stay small
 
 
-class DiskFull(Exception):
-    """No room for results; the run is not to blame and is made again."""
-
-
-def task(cfg: Any) -> dict[str, Any]:
-    """What a launcher calls: `cfg` is `conf/sweep_worker.yaml`. Returns runs done and failed, and if the disk is full.
+def work(cfg: Any) -> bool:
+    """What a launcher calls: `cfg` is `conf/sweep_worker.yaml`. Returns whether the disk is full.
 
     Raises:
         KeyboardInterrupt: where it runs inside the sweep's own process, which has to end.
     """
     session = Session(Path(str(cfg.session)))
     plan = session.plan()
-    if plan is None or session.stopped:
-        return {"done": 0, "failed": 0, "full": False}
-    job, lines = plan
-    worker = Worker(SweepFolder(Path(str(cfg.folder)), Path(job.index) if job.index else None), session, job)
-    inside = job.owner == (socket.gethostname(), os.getpid())
+    if plan is None:
+        return False
+    orders, lines = plan
+    folder = SweepFolder(Path(str(cfg.folder)), Path(orders.index) if orders.index else None)
+    is_inside = orders.owner == (socket.gethostname(), os.getpid())
     try:
-        log = EventLog(session, int(cfg.worker))
-    except OSError as error:  # nothing can be said, so nothing is done
-        return {"done": 0, "failed": 0, "full": is_full(error)}
-    full = False
-    try:
-        with nothing() if inside else heartbeat(session, job, log):
-            worker.work(lines, log)
-    except KeyboardInterrupt:
-        if inside:
+        with nullcontext() if is_inside else session.attended(int(cfg.worker), orders):
+            for line in lines:
+                if session.is_over:
+                    break
+                run = PlannedRun(**json.loads(line))
+                if session.claim(run.number):
+                    make(run, orders.command, folder, session)
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and is_inside:
             raise
-        if _is_orphan(job):  # nobody takes the answer, and the launcher's pool would wait for more work
-            log.close()
-            os._exit(INTERRUPTED)
-    except DiskFull:
-        full = True
-        session.stop()
-    finally:
-        log.close()
-    return {"done": worker.done, "failed": worker.failed, "full": full}
-
-
-@contextmanager
-def nothing() -> Iterator[None]:
-    """No heartbeat: the worker is the sweep's own process."""
-    yield
-
-
-@contextmanager
-def heartbeat(session: Session, job: Job, log: EventLog) -> Iterator[None]:
-    """Say that the worker lives, and interrupt it when the session stops or its owner is gone."""
-    over = threading.Event()
-
-    def beat() -> None:
-        while not over.wait(HEARTBEAT_S):
-            log.touch()
-            if session.stopped or _is_orphan(job):
-                if not over.is_set():
-                    _thread.interrupt_main()
-                return
-
-    thread = threading.Thread(target=beat, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-
-
-def _is_orphan(job: Job) -> bool:
-    """Whether the process that started the sweep on this machine is gone."""
-    host, pid = job.owner or ("", 0)
-    return host == socket.gethostname() and not process_lives(pid)
-
-
-class Worker:
-    """Runs what it can take."""
-
-    def __init__(self, folder: SweepFolder, session: Session, job: Job) -> None:
-        self.folder = folder
-        self.session = session
-        self.job = job
-        self.done = 0
-        self.failed = 0
-        self._shared = Shared()
-
-    def work(self, lines: list[bytes], log: EventLog) -> None:
-        """Take runs in order.
-
-        Raises:
-            DiskFull: if results cannot be written.
-        """
-        for line in lines:
-            if self.session.stopped:
-                return
-            item = Task(**json.loads(line))
-            with full_disk():
-                if self.session.claim(item.number):
-                    self._run(item, log)
-
-    def _run(self, item: Task, log: EventLog) -> None:
-        log.write("start", run=item.number)
-        began = time.perf_counter()
-        about = {
-            "command": self.job.command,
-            "text": item.text,
-            "identity": item.identity,
-            "config": item.config,
-        }
-        try:
-            note = self._result(item, about)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # sys.exit in a run ends the run, not the sweep
-            if is_full(error):
-                raise
-            if self.session.stopped:
-                return
-            self.failed += 1
-            message = _message(error)
-            mistake = input_error(error) is not None
-            self.folder.fail(item.id, {**about, "error": message, "mistake": mistake}, _traceback(error))
-            log.write("failed", run=item.number, error=message)
-            return
-        self.done += 1
-        log.write("done", run=item.number, wall_s=round(time.perf_counter() - began, 3), note=note)
-
-    def _result(self, item: Task, about: dict[str, Any]) -> dict[str, Any]:
-        if item.mistake:
-            raise InputError(item.mistake)
-        if code_version(self.job.command, item.config) != item.identity["code"]:
-            raise RuntimeError("the code changed while the sweep ran, or differs on this machine: start it again")
-        with self.folder.draft(item.id) as draft:
-            note = RUN[self.job.command](item.config, draft, self._shared)
-            self.folder.finish(draft, item.id, about)
-        return note
-
-
-def is_full(error: BaseException | None) -> bool:
-    """Whether an exception comes from a full disk or quota."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        if isinstance(error, DiskFull) or (isinstance(error, OSError) and error.errno in FULL):
+        if is_full(error):
+            session.stop()
             return True
-        seen.add(id(error))
-        error = error.__cause__ or error.__context__
+        if orders.is_orphaned:  # nobody takes the answer, and the launcher's pool would wait for more work
+            os._exit(INTERRUPTED)
+        if not session.is_over:
+            raise
+    finally:
+        _trace.cache_clear()  # files may change until the next sweep of this process
+        _compiled.cache_clear()
     return False
 
 
-@contextmanager
-def full_disk() -> Iterator[None]:
-    """Turn a full disk into `DiskFull`."""
+def make(run: PlannedRun, command: str, folder: SweepFolder, session: Session) -> None:
+    """Make one run; what it raises is recorded in its folder.
+
+    Raises:
+        BaseException: if the disk is full or the session over: the run is not to blame, and is made again.
+    """
+    about = {"command": command, "text": run.text, "identity": run.identity, "config": run.config}
+    began = time.perf_counter()
     try:
-        yield
-    except DiskFull:
-        raise
-    except BaseException as error:
-        if is_full(error):
-            raise DiskFull(str(error)) from error
-        raise
+        if run.mistake:
+            raise InputError(run.mistake)
+        if code_version(command, run.config) != run.identity["code"]:
+            raise RuntimeError("the code changed while the sweep ran, or differs on this machine: start it again")
+        with folder.draft(run.id) as draft:
+            COMMANDS[command](run.config, draft)
+            folder.finish(draft, run.id, about | {"wall_s": round(time.perf_counter() - began, 3)})
+    except BaseException as error:  # sys.exit in a run ends the run, not the sweep
+        if isinstance(error, KeyboardInterrupt) or is_full(error) or session.is_over:
+            raise
+        about |= {"error": _message(error), "mistake": input_error(error) is not None}
+        folder.fail(run.id, about, "".join(traceback.format_exception(error)))
 
 
 def _message(error: BaseException) -> str:
@@ -196,5 +97,56 @@ def _message(error: BaseException) -> str:
     return one_line(str(known) if known is not None else f"{type(error).__name__}: {error}")
 
 
-def _traceback(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))
+# --- what a sweep can run --------------------------------------------------------------------------------------------
+
+
+def simulate(config: Mapping[str, Any], folder: Path) -> None:
+    """Write one replay to a folder; the runs of a worker share traces and compiled latency models."""
+    from omegaconf import OmegaConf
+
+    from analysis.pages.timeline import write_timeline
+    from analysis.search.knee import attainment_band
+    from confsim import api
+
+    cfg = OmegaConf.create(dict(config))
+    trace = _trace(_trace_parts(config))
+    compiled = _compiled(json.dumps([config[key] for key in ("latency", "model", "gpu")]))
+    result = replace(api.build(cfg, trace), compiled=compiled).run()
+    if config["output"].get("band") is True:
+        result = replace(result, summary={**result.summary, "band": attainment_band(cfg, result)})
+    result.write(folder)
+    if config["output"]["timeline"] is True:
+        write_timeline(folder / "timeline.json.gz", result, config["output"]["timeline_iterations"])
+
+
+def _trace_parts(config: Mapping[str, Any]) -> str:
+    parts = {key: config.get(key) for key in ("trace", "seed", "cache")}
+    cluster, kv = {"router": config["cluster"]["router"]}, {"prefix_cache": config["kv"]["prefix_cache"]}
+    return json.dumps({**parts, "cluster": cluster, "kv": kv})
+
+
+@lru_cache(KEPT_TRACES)
+def _trace(parts: str) -> Trace:
+    from omegaconf import OmegaConf
+
+    from confsim import api
+
+    return api.load_trace(OmegaConf.create(json.loads(parts)))
+
+
+@lru_cache
+def _compiled(parts: str) -> dict[tuple[int, int], Any]:
+    """Where simulations of one latency model keep it, compiled by layout."""
+    return {}
+
+
+def goodput(config: Mapping[str, Any], folder: Path) -> None:
+    """Write one search to a folder; it takes a single process, since the sweep's workers share the machine."""
+    from omegaconf import OmegaConf
+
+    from analysis.search.compare import compare
+
+    compare(OmegaConf.create({**config, "goodput": {**config["goodput"], "workers": 1}}), folder)
+
+
+COMMANDS: dict[str, Callable[[Mapping[str, Any], Path], None]] = {"simulate": simulate, "goodput": goodput}
