@@ -15,14 +15,8 @@ from confsim.setup.provenance import digest
 from confsim.setup.registry import foreign_modules
 
 RESULTLESS = ("cache", "output", "quiet", "resume", "sweep")  # top-level keys that no result depends on
-RESULTLESS_LEAVES = (("goodput", "workers"),)
 CODE = ("confsim", "traces")
-SEARCH = (
-    "analysis.search.cases",
-    "analysis.search.compare",
-    "analysis.search.goodput",
-    "analysis.search.runner",
-)  # of a goodput search
+SEARCH = ("analysis.search",)  # of a goodput search
 EXTRAS = ("band", "timeline")  # of `output`
 LIBRARIES = ("numpy", "simpy")  # whose version may change a number
 ID_DIGITS = 32
@@ -48,17 +42,16 @@ class Identifier:
             "command": command,
             "config": digest(relevant(config)),
             "content": named_files({key: config[key] for key in config if key not in RESULTLESS}),
-            "profile": self._profile(config),
+            "profile": self._profile({group: config.get(group) for group in ("latency", "model", "gpu")}),
             "code": code_version(command, config),
         }
         return Identity(digest(parts)[:ID_DIGITS], parts)
 
-    def _profile(self, config: Mapping[str, Any]) -> str | None:
+    def _profile(self, groups: dict[str, Any]) -> str | None:
         """Hash of the latency profile; None where the configuration has none that loads (the run will say why)."""
-        own = {group: config.get(group) for group in ("latency", "model", "gpu")}
-        key = digest(own)
+        key = digest(groups)
         if key not in self._profiles:
-            self._profiles[key] = _profile_hash(own)
+            self._profiles[key] = _profile_hash(groups)
         return self._profiles[key]
 
 
@@ -67,18 +60,17 @@ def relevant(config: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in config.items() if key not in RESULTLESS}
     output = config.get("output") or {}
     kept["output"] = [key for key in EXTRAS if output.get(key) is True]  # files and figures that a run has or not
-    for group, leaf in RESULTLESS_LEAVES:
-        if isinstance(kept.get(group), Mapping):
-            kept[group] = {key: value for key, value in kept[group].items() if key != leaf}
+    if isinstance(kept.get("goodput"), Mapping):
+        kept["goodput"] = {key: value for key, value in kept["goodput"].items() if key != "workers"}
     return kept
 
 
-def _profile_hash(config: dict[str, Any]) -> str | None:
+def _profile_hash(groups: dict[str, Any]) -> str | None:
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate
 
     try:
-        parts = {group: instantiate(value, _convert_="all") for group, value in config.items() if value is not None}
+        parts = {group: instantiate(value, _convert_="all") for group, value in groups.items() if value is not None}
         return str(parts["latency"].describe(parts["model"], parts["gpu"])["profile_hash"])
     except (InputError, InstantiationException, KeyError, TypeError, AttributeError):
         return None

@@ -59,7 +59,8 @@ def sweep(
     if isinstance(base, DictConfig):
         grid: Grid | None = expand_config(command, base, own, axes, target, launcher)
     else:
-        words = list(base) if not isinstance(base, Mapping) else [f"{key}={render(base[key])}" for key in base]
+        given: Mapping[str, Any] = base if isinstance(base, Mapping) else {}
+        words = [f"{key}={render(value)}" for key, value in given.items()] if given else list(base)
         words += [f"{key}={','.join(map(render, values))}" for key, values in axes.items()]
         words = rewrite([*words, *(f"{key}={render(value)}" for key, value in own.items())], command, True)
         grid = expand(command, [*words, *launcher, f"hydra.sweep.dir={render(str(target))}"])

@@ -20,9 +20,9 @@ from typing import Any
 import pyarrow as pa
 from rich.console import Console
 
+from analysis.identity import Identifier
 from analysis.sweep.expand import Grid
 from analysis.sweep.folder import PLAN, TABLE, TRACEBACK, SweepFolder, failure_of
-from analysis.identity import Identifier
 from analysis.sweep.launch import Launcher
 from analysis.sweep.progress import Progress
 from analysis.sweep.session import Orders, PlannedRun, Session

@@ -14,9 +14,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from analysis.pages.report.load import read_json
-from analysis.sweep.folder import RUN, SweepFolder, failure_of
 from analysis.identity import relevant
+from analysis.pages.report.load import read_json
+from analysis.sweep.folder import RUN, SweepFolder, failure_of, is_complete
 from confsim.setup.cache import leaves
 
 META = b"confsim"
@@ -42,7 +42,7 @@ def _rows(folder: SweepFolder, entry: Mapping[str, Any], axes: Sequence[str], co
     if failure is not None:
         yield {**head, "status": "failed", "error": failure["error"], **base, **_settings(failure["config"])}
         return
-    if folder.state(entry["id"]) != "done":
+    if not is_complete(path, entry["id"], ".json"):
         return
     settings = _settings(read_json(path / RUN)["config"])
     for metrics in _results(path, command):

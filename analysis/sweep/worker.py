@@ -18,8 +18,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from analysis.sweep.folder import SweepFolder
 from analysis.identity import code_version
+from analysis.sweep.folder import SweepFolder
 from analysis.sweep.session import PlannedRun, Session
 from confsim.errors import InputError
 from confsim.setup.configuration import input_error, one_line
@@ -73,7 +73,7 @@ def make(run: PlannedRun, command: str, folder: SweepFolder, session: Session) -
     Raises:
         BaseException: if the disk is full or the session over: the run is not to blame, and is made again.
     """
-    about = {"command": command, "text": run.text, "identity": run.identity, "config": run.config}
+    about: dict[str, Any] = {"command": command, "text": run.text, "identity": run.identity, "config": run.config}
     began = time.perf_counter()
     try:
         if run.mistake:
@@ -121,8 +121,8 @@ def simulate(config: Mapping[str, Any], folder: Path) -> None:
 
 def _trace_parts(config: Mapping[str, Any]) -> str:
     parts = {key: config.get(key) for key in ("trace", "seed", "cache")}
-    cluster, kv = {"router": config["cluster"]["router"]}, {"prefix_cache": config["kv"]["prefix_cache"]}
-    return json.dumps({**parts, "cluster": cluster, "kv": kv})
+    router, prefixes = config["cluster"]["router"], config["kv"]["prefix_cache"]
+    return json.dumps({**parts, "cluster": {"router": router}, "kv": {"prefix_cache": prefixes}})
 
 
 @lru_cache(KEPT_TRACES)

@@ -1,4 +1,4 @@
-"""A disk cache of work that runs share: parsed traces, latency tables, probes of a goodput search.
+"""A disk cache of work that runs share: parsed traces, probes of a goodput search.
 
 Entries are named by a hash of everything that they depend on, code included, and never change; so nothing has to be
 invalidated. Any number of processes may use it at once: an entry appears whole or not at all, and while one process
@@ -7,12 +7,9 @@ makes it the others that want it wait. A cache that cannot be written costs time
 
 from __future__ import annotations
 
-import copy
-import hashlib
 import importlib.util
 import json
 import os
-import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -35,7 +32,6 @@ LIMIT_BYTES = 4 << 30  # entries that were used longest ago go first
 PRUNE_EVERY = 64  # entries written by a process between two looks at the size
 DAY_S = 86_400
 META = b"confsim"
-DIGEST_BYTES = 32
 
 T = TypeVar("T")
 Tree = Mapping[str, Any]
@@ -259,78 +255,3 @@ def _write_json(path: Path, value: Any) -> None:
 
 def _read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
-
-
-class LatencyTables(dict[tuple[int, int], Any]):
-    """Compiled latency models by layout, for `Simulation.compiled`; those of earlier processes come from disk.
-
-    Every copy made by `fresh` has counters of its own (queries beyond the range) and shares the tables.
-    """
-
-    def __init__(self, parts: Any, store: Store | None = None) -> None:
-        super().__init__()
-        self._parts = parts
-        self._store = store or Store()
-
-    @classmethod
-    def of(cls, config: Tree, store: Store | None = None) -> LatencyTables:
-        """Tables for the `latency`, `model` and `gpu` of a resolved configuration."""
-        own = {group: config[group] for group in ("latency", "model", "gpu")}
-        profiles = _package_files("confsim.latency", "profiles/**/*.json")
-        return cls([own, named_files(own), profiles, _sources(own, "confsim.latency")], store)
-
-    def fresh(self) -> LatencyTables:
-        """The same tables with new counters."""
-        twin = LatencyTables(self._parts, self._store)
-        for layout, tables in self.items():
-            dict.__setitem__(twin, layout, _uncounted(tables))
-        return twin
-
-    def absorb(self, others: Mapping[tuple[int, int], Any]) -> None:
-        """Keep what a copy compiled since."""
-        for layout, tables in others.items():
-            if not super().__contains__(layout):
-                super().__setitem__(layout, tables)
-
-    def __contains__(self, layout: Any) -> bool:
-        if super().__contains__(layout):
-            return True
-        found = self._store.find("latency", self._key(layout), _read_pickle)
-        if found is None:
-            return False
-        super().__setitem__(layout, _uncounted(found))
-        return True
-
-    def __setitem__(self, layout: tuple[int, int], tables: Any) -> None:
-        super().__setitem__(layout, tables)
-        self._store.put("latency", self._key(layout), tables, _write_pickle)
-
-    def _key(self, layout: tuple[int, int]) -> str:
-        return digest([FORMAT, self._parts, list(layout)])
-
-
-@cache
-def _package_files(package: str, pattern: str) -> str:
-    spec = importlib.util.find_spec(package)
-    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
-    return digest([file_digest(path) for folder in folders for path in sorted(Path(folder).glob(pattern))])
-
-
-def _uncounted(tables: Any) -> Any:
-    twin = copy.copy(tables)
-    if hasattr(twin, "extrapolations"):
-        twin.extrapolations = 0
-    return twin
-
-
-def _write_pickle(path: Path, value: Any) -> None:
-    data = pickle.dumps(value, protocol=5)
-    path.write_bytes(hashlib.sha256(data).digest() + data)
-
-
-def _read_pickle(path: Path) -> Any:
-    """An entry that this cache wrote; its hash guards against one that was cut short."""
-    data = path.read_bytes()
-    if hashlib.sha256(data[DIGEST_BYTES:]).digest() != data[:DIGEST_BYTES]:
-        raise ValueError(f"{path} is damaged")
-    return pickle.loads(data[DIGEST_BYTES:])

@@ -51,10 +51,10 @@ def test_200_runs(benchmark: Any, shared_traces: Path, tmp_path: Path) -> None:
 
 
 def test_a_worker_starts(benchmark: Any, tmp_path: Path) -> None:
-    """Python, imports and the tables of a first run, with a filled cache; the simulation itself is 20 requests."""
+    """Python, imports and latencies of a first run, with a filled cache; the simulation itself is 20 requests."""
     code = (
-        "import sys; from analysis.sweep.jobs import Shared, simulate; from analysis.sweep import worker\n"
-        "import json, pathlib; simulate(json.load(open('config.json')), pathlib.Path('out'), Shared())"
+        "import json, pathlib; from analysis.sweep.worker import simulate\n"
+        "simulate(json.load(open('config.json')), pathlib.Path('out'))"
     )
     config = (
         "import json; import confsim; from omegaconf import OmegaConf\n"

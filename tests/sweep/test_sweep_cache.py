@@ -9,13 +9,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from sweep_harness import CHEAP
 
 from confsim import api
 from confsim.errors import InputError
-from confsim.setup.cache import LatencyTables, Store, cached_json, cached_trace, code_digest, named_files
+from confsim.setup.cache import Store, cached_json, cached_trace, code_digest, named_files
 from confsim.setup.configuration import compose
 from traces.synthesis import SyntheticTrace
 
@@ -156,28 +155,6 @@ def test_pruning_takes_what_was_used_longest_ago(tmp_path: Path) -> None:
     left = [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".lock"]
     assert len(left) == 2
     assert cached_json("kind", "a", lambda: pytest.fail("it was used last"), store)
-
-
-def test_latency_tables_come_from_disk_and_count_for_themselves(tmp_path: Path) -> None:
-    from omegaconf import OmegaConf
-
-    config: Any = OmegaConf.to_container(compose(["trace=fixed"]), resolve=True)
-    store = Store(tmp_path)
-    source = api.build(compose(["trace=fixed"]))
-    tables = LatencyTables.of(config, store)
-    assert (1, 4) not in tables
-    compiled = source.latency.compile(source.model, source.gpu, 1, 4)
-    compiled.extrapolations = 7
-    tables[1, 4] = compiled
-    other = LatencyTables.of(config, store)
-    assert (1, 4) in other and (1, 2) not in other
-    found = other[1, 4]
-    assert found.extrapolations == 0
-    work = np.arange(1, 9000, 97)
-    assert [found.linear_s(int(n)) for n in work] == [compiled.linear_s(int(n)) for n in work]
-    assert [found.decode_attention_s(8, int(n)) for n in work] == [compiled.decode_attention_s(8, int(n)) for n in work]
-    found.extrapolations = 3
-    assert other.fresh()[1, 4].extrapolations == 0
 
 
 def test_named_files_and_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     folder = tmp_path_factory.mktemp("basic")
     grid = expand("simulate", [*WORDS, f"hydra.sweep.dir={folder / 's'}", f"output.dir={folder}"])
     assert grid is not None
-    assert Sweep(grid, quiet=True).run().complete
+    assert Sweep(grid).run().complete
     return (folder / "s" / "results.parquet").read_bytes()
 
 

@@ -33,7 +33,7 @@ GRID = [*LOAD, "rate=2,8,16", "scheme=conflux,chunked_prefill", "seed=0,1,2"]
 def sweep(folder: Path, *words: str, command: str = "simulate") -> Path:
     grid = expand(command, [*words, f"hydra.sweep.dir={folder}", f"output.dir={folder.parent}"])
     assert grid is not None
-    Sweep(grid, quiet=True).run()
+    Sweep(grid).run()
     return folder
 
 

@@ -13,17 +13,17 @@ import pytest
 from sweep_harness import CHEAP, TROUBLE
 
 import confsim
-from analysis.sweep.driver import Outcome, Sweep
+from analysis.sweep.driver import Sweep, SweepOutcome
 from analysis.sweep.expand import expand
 from analysis.sweep.folder import TABLE, is_complete, read_plan
 from confsim.cli import main
 from confsim.errors import InputError
 
 
-def run(folder: str | Path, *words: str) -> Outcome:
+def run(folder: str | Path, *words: str) -> SweepOutcome:
     grid = expand("simulate", [*words, f"hydra.sweep.dir={folder}"])
     assert grid is not None
-    return Sweep(grid, quiet=True).run()
+    return Sweep(grid).run()
 
 
 def exit_code(*words: str) -> int:
@@ -135,7 +135,7 @@ def test_resume_false_makes_every_run_again() -> None:
     assert set(after) == set(before) and all(after[name] != before[name] for name in before)
 
 
-@pytest.mark.parametrize("harm", ["truncate", "remove", "no_record", "garble"])
+@pytest.mark.parametrize("harm", ["truncate", "zero", "remove", "no_record", "garble"])
 def test_half_written_runs_are_made_again(harm: str) -> None:
     first = run("a", *CHEAP, "rate=1,2")
     table = Path("a/results.parquet").read_bytes()
@@ -146,6 +146,11 @@ def test_half_written_runs_are_made_again(harm: str) -> None:
         data = file.read_bytes()
         file.unlink()
         file.write_bytes(data[:-10])
+    elif harm == "zero":
+        file = folder / "requests.parquet"
+        size = file.stat().st_size
+        file.unlink()
+        file.write_bytes(bytes(size))
     elif harm == "remove":
         (folder / "iterations.parquet").unlink()
     elif harm == "no_record":
@@ -158,6 +163,7 @@ def test_half_written_runs_are_made_again(harm: str) -> None:
     outcome = run("a", *CHEAP, "rate=1,2")
     assert (outcome.reused, outcome.present) == (1, 2)
     assert Path("a/results.parquet").read_bytes() == table
+    assert pq.read_table(folder / "requests.parquet").num_rows == 8
     assert sorted(runs(Path("a"))) == sorted(first.table["id"].to_pylist())
 
 
@@ -232,7 +238,7 @@ def test_goodput_sweeps_have_a_row_for_each_scheme() -> None:
     words = [*CHEAP, "trace.requests=12", "goodput.curve=[]", "goodput.tolerance=0.3", "slo.tbt_s=0.1,0.2"]
     grid = expand("goodput", [*words, "schemes=[conflux,chunked_prefill]", "hydra.sweep.dir=s"])
     assert grid is not None
-    outcome = Sweep(grid, quiet=True).run()
+    outcome = Sweep(grid).run()
     frame = outcome.table.to_pandas()
     assert list(frame["run"]) == [0, 0, 1, 1]
     assert list(frame["scheme"]) == ["conflux", "chunked_prefill"] * 2

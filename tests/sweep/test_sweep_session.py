@@ -8,28 +8,33 @@ import socket
 import subprocess
 import sys
 import threading
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from analysis.sweep.folder import SweepFolder, failure_of, is_complete, read_plan, replace_folder
-from analysis.sweep.progress import Lines, Tally, describe, merit, status, watching
-from analysis.sweep.session import EventLog, EventReader, Job, Session, Task, process_lives
-from analysis.sweep.worker import is_full, task
+from analysis.sweep.folder import SweepFolder, failure_of, is_complete, read_plan
+from analysis.sweep.progress import Progress, gist, merit
+from analysis.sweep.session import Orders, PlannedRun, Session, process_lives
+from analysis.sweep.worker import work
+from traces.files import is_full
 
-TASKS = [Task(number, f"id{number}", f"x={number}", {"x": number}) for number in range(40)]
+RUNS = [PlannedRun(number, f"id{number}", f"x={number}", {"x": number}, {"code": "c"}) for number in range(40)]
 
 
 def session(tmp_path: Path) -> Session:
-    return Session.create(tmp_path, Job("simulate", None, None), TASKS)
+    return Session.create(tmp_path / ".work", Orders("simulate"), RUNS)
 
 
 def test_a_plan_survives_the_disk(tmp_path: Path) -> None:
     plan = session(tmp_path).plan()
     assert plan is not None
-    job, lines = plan
-    assert job == Job("simulate", None, None)
-    assert [Task(**json.loads(line)) for line in lines] == TASKS
+    orders, lines = plan
+    assert orders == Orders("simulate")
+    assert [PlannedRun(**json.loads(line)) for line in lines] == RUNS
+    owned = Session.create(tmp_path, Orders("goodput", "index", ("host", 7)), []).plan()
+    assert owned == (Orders("goodput", "index", ("host", 7)), [])
     assert Session(tmp_path / "gone").plan() is None
 
 
@@ -52,44 +57,30 @@ def test_who_lives(tmp_path: Path) -> None:
     own = session(tmp_path)
     assert own.living() == 0
     child = subprocess.Popen((sys.executable, "-c", "import time; time.sleep(60)"))
-    path = own.path / "events" / "0.jsonl"
-    path.write_text(json.dumps({"event": "begin", "host": socket.gethostname(), "pid": child.pid}) + "\n")
+    sign = own.path / "workers" / "0"
+    sign.write_text(json.dumps([socket.gethostname(), child.pid]))
     assert own.living() == 1
     child.kill()
     child.wait()
     assert own.living() == 0 and not process_lives(child.pid)
-    path.write_text(json.dumps({"event": "begin", "host": "elsewhere", "pid": 1}) + "\n")
+    sign.write_text(json.dumps(["elsewhere", 1]))
     assert own.living() == 1  # heard of just now
-    os.utime(path, (0, 0))
+    os.utime(sign, (0, 0))
     assert own.living() == 0
-    log = EventLog(own, 1)
-    log.close()
+    with own.attended(1, Orders("simulate")):
+        assert own.living() == 1
     assert own.living() == 0
-
-
-def test_events_are_read_once_and_whole(tmp_path: Path) -> None:
-    own = session(tmp_path)
-    log, reader = EventLog(own, 0), EventReader(own)
-    log.write("start", run=3)
-    assert [event["event"] for event in reader.new()] == ["begin", "start"]
-    with (own.path / "events" / "0.jsonl").open("a") as file:
-        file.write('{"event": "do')
-        file.flush()
-        assert reader.new() == []
-        file.write('ne", "run": 3}\n')
-    assert reader.new() == [{"event": "done", "run": 3}]
 
 
 def test_a_worker_without_a_plan_or_after_the_stop_does_nothing(tmp_path: Path) -> None:
     from omegaconf import OmegaConf
 
-    nothing = {"done": 0, "failed": 0, "full": False}
     cfg = OmegaConf.create({"folder": str(tmp_path), "session": str(tmp_path / "gone"), "worker": 0})
-    assert task(cfg) == nothing
+    assert work(cfg) is False
     own = session(tmp_path)
     own.stop()
-    assert own.stopped
-    assert task(OmegaConf.merge(cfg, {"session": str(own.path)})) == nothing
+    assert own.is_over
+    assert work(OmegaConf.merge(cfg, {"session": str(own.path)})) is False
     assert own.claimed() == set()
 
 
@@ -116,19 +107,39 @@ def test_run_folders_are_whole_or_absent(tmp_path: Path) -> None:
         (draft / "data").write_text("y")
         folder.finish(draft, "ab2", {})
     assert folder.state("ab2") == "done"
-    other = SweepFolder(tmp_path / "other", tmp_path / "index")
-    assert other.adopt("ab1") and other.state("ab1") == "done" and not other.adopt("ab3")
-    (folder.run("ab1") / "inner" / "data").unlink()
-    assert SweepFolder(tmp_path / "third", tmp_path / "index").adopt("ab1")  # the index follows the latest copy
+    with folder.draft("ab2") as draft:  # nor by what a worker that was given up for dead brings
+        (draft / "data").write_text("z")
+        folder.finish(draft, "ab2", {})
+    assert (folder.run("ab2") / "data").read_text() == "y"
+    assert not list((tmp_path / "s" / "runs").glob(".*"))
 
 
-def test_replacing_a_folder(tmp_path: Path) -> None:
-    for name in ("new", "old"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").write_text(name)
-    replace_folder(tmp_path / "new", tmp_path / "old")
-    assert (tmp_path / "old" / "file").read_text() == "new"
-    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+def test_runs_of_other_sweeps_are_kept_while_they_are_whole(tmp_path: Path) -> None:
+    one, other, third = (SweepFolder(tmp_path / name, tmp_path / "index") for name in ("one", "other", "third"))
+    with one.draft("ab1") as draft:
+        (draft / "data").write_text("x" * 10)
+        one.finish(draft, "ab1", {})
+    assert one.keep("ab1")
+    assert other.keep("ab1") and is_complete(other.run("ab1"), "ab1") and not other.keep("ab3")
+    (one.run("ab1") / "data").unlink()
+    assert third.keep("ab1")  # the index follows the latest copy
+    assert one.keep("ab1") and (one.run("ab1") / "data").exists()  # repaired by what another sweep has
+    for folder in (one, other, third):
+        (folder.run("ab1") / "data").write_text("y" * 10)  # as long as it was
+        assert not folder.keep("ab1") and not folder.run("ab1").exists()
+    assert not list(tmp_path.glob("*/runs/.*"))
+
+
+@pytest.mark.parametrize(
+    "record", ["[]", "{}", "[" * 100_000, '{"id": "ab1", "files": []}', "\x00", '{"files": {"a": 1}}']
+)
+def test_records_that_are_none_of_ours(tmp_path: Path, record: str) -> None:
+    folder = SweepFolder(tmp_path).run("ab1")
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(record)
+    assert not is_complete(folder, "ab1")
+    (folder / "run.json").rename(folder / "failure.json")
+    assert (failure_of(folder) or {}).get("error") is None
 
 
 def test_plans(tmp_path: Path) -> None:
@@ -150,40 +161,42 @@ def test_a_full_disk_is_seen_through_other_errors() -> None:
 # --- progress --------------------------------------------------------------------------------------------------------
 
 
-def note(attainment: float, rate: float, attained: bool) -> dict[str, object]:
-    return {"attainment": attainment, "rate": rate, "attained": attained, "ttft_p95_s": 0.25}
+def summary(attainment: float, rate: float, attained: bool) -> dict[str, object]:
+    return {"attainment": attainment, "offered_rate": rate, "attained": attained, "ttft_s": {"p95": 0.25}}
+
+
+def finish(folder: SweepFolder, number: int, wall_s: float, content: dict[str, object]) -> None:
+    with folder.draft(f"id{number}") as draft:
+        (draft / "summary.json").write_text(json.dumps(content))
+        folder.finish(draft, f"id{number}", {"wall_s": wall_s})
 
 
 def test_progress_counts_and_names_the_best(tmp_path: Path) -> None:
-    from io import StringIO
-
-    from rich.console import Console
-
-    own = session(tmp_path)
-    tally = Tally(5, 1, {number: f"x={number}" for number in range(5)})
-    text = StringIO()
-    lines = Lines(Console(file=text, soft_wrap=True))
-    with watching(own, tally, lines.show):
-        log = EventLog(own, 0)
-        log.write("start", run=1)
-        log.write("done", run=1, wall_s=1.5, note=note(0.97, 2.0, True))
-        log.write("failed", run=2, error="broken")
-        log.write("done", run=3, wall_s=0.5, note=note(0.99, 1.0, True))
-        log.write("done", run=4, wall_s=0.5, note=note(0.2, 9.0, False))
-    assert (tally.done, tally.failed, tally.best_text) == (3, 1, "x=1 (97.0% at 2 req/s)")
-    assert text.getvalue().splitlines() == [
+    own, folder, text = session(tmp_path), SweepFolder(tmp_path), StringIO()
+    progress = Progress(folder, RUNS[1:5], 5, Console(file=text, soft_wrap=True))
+    with progress.following(own):
+        for number in (1, 2, 3, 4):
+            own.claim(number)
+        progress.look(own.claimed())
+        assert progress.describe() == "4 running"
+        finish(folder, 1, 1.5, summary(0.97, 2.0, True))
+        folder.fail("id2", {"error": "broken"}, "Traceback")
+        finish(folder, 3, 0.5, summary(0.99, 1.0, True))
+        finish(folder, 4, 0.5, summary(0.2, 9.0, False))
+    assert (progress.ended, progress.failed, progress.best) == (4, 1, "x=1 (97.0% at 2 req/s)")
+    assert sorted(text.getvalue().splitlines(), key=lambda line: line.split()[1]) == [
         "[2/5] x=1: attainment 97.0% at 2 req/s, P95 TTFT 250.0 ms, 1.50 s",
         "[3/5] x=2: FAILED, broken",
         "[4/5] x=3: attainment 99.0% at 1 req/s, P95 TTFT 250.0 ms, 0.50 s",
         "[5/5] x=4: attainment 20.0% at 9 req/s, P95 TTFT 250.0 ms, 0.50 s",
     ]
-    assert status(tally) == "0 running, 1 failed, 0:00 left, best x=1 (97.0% at 2 req/s)"
+    assert progress.describe() == "0 running, 1 failed, 0:00 left, best x=1 (97.0% at 2 req/s)"
 
 
 def test_what_is_best() -> None:
-    assert merit(note(0.96, 3.0, True)) > merit(note(0.99, 1.0, True)) > merit(note(0.94, 8.0, False))
-    assert merit({"goodput": {"a": 1.0, "b": 2.5}})[1] == "b 2.5 req/s"
-    assert describe({"goodput": {"a": 1.0}}) == "a 1 req/s"
+    assert merit(summary(0.96, 3.0, True)) > merit(summary(0.99, 1.0, True)) > merit(summary(0.94, 8.0, False))
+    assert merit({"schemes": {"a": {"goodput": 1.0}, "b": {"goodput": 2.5}}})[1] == "b 2.5 req/s"
+    assert gist({"schemes": {"a": {"goodput": 1.0}}}) == "a 1 req/s"
 
 
 def test_a_terminal_gets_one_live_line(tmp_path: Path) -> None:
