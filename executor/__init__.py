@@ -33,18 +33,7 @@ HOMES = {
     "read_model": "config",
 }
 
-__all__ = [
-    "Device",
-    "ExecutedIteration",
-    "ExecutorConfig",
-    "Layout",
-    "LiveBackend",
-    "ModelConfig",
-    "RankError",
-    "Runtime",
-    "Sampling",
-    "read_model",
-]
+__all__ = list(HOMES)
 
 
 def __getattr__(name: str) -> Any:

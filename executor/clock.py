@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 STAGES = ("linear", "prefill_attention", "decode_attention", "communication", "head", "transfer", "prepare")
 
@@ -21,21 +20,11 @@ class Spent:
     busy_share: float
 
 
-class StageClock(Protocol):
-    """Seconds by stage; stages of different paths may run at the same time, stages of one path nest exclusively."""
+class StageClock:
+    """Seconds by stage; stages of different paths may run at the same time, stages of one path nest exclusively.
 
-    def stage(self, name: str) -> AbstractContextManager[None]:
-        """Time what runs inside under `name`."""
-
-    def start(self) -> None:
-        """Begin an iteration."""
-
-    def stop(self) -> Spent:
-        """Wait for the work that was launched, and account for it."""
-
-
-class HostClock:
-    """For work that is done when a call returns."""
+    This one is for work that is done when a call returns.
+    """
 
     def __init__(self) -> None:
         self._log: list[tuple[str, float]] = []  # appended from both paths' threads
@@ -56,7 +45,10 @@ class HostClock:
             self._log.append((name, time.perf_counter() - begin))
 
     def stop(self) -> Spent:
-        """Launching is what no stage accounts for: the interpreter between the calls."""
+        """Wait for the work that was launched, and account for it.
+
+        Launching is what no stage accounts for: the interpreter between the calls.
+        """
         duration = time.perf_counter() - self._start
         spent = dict.fromkeys(STAGES, 0.0)
         for name, seconds in self._log:

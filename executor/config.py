@@ -137,10 +137,6 @@ class Layout:
         local, shared = self.heads(model)
         return local.kv_heads // shared.kv_heads
 
-    def units_per_block(self, model: ModelConfig) -> int:
-        """Pool units of a decode's block: all shards of it where it is local, one where decodes are spread."""
-        return self.shards_per_block(model) if self.migrates else 1
-
 
 @dataclass(frozen=True)
 class Device:

@@ -4,61 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 import torch
 
 Path = Callable[[], None]
 
 
-class Fork(Protocol):
-    """Runs two paths that write to separate memory; both see what came before, and what follows sees both."""
+class Fork:
+    """Runs two paths that write to separate memory: here, one after the other.
 
-    @property
-    def name(self) -> str:
-        """turn, threads, streams or partition."""
+    Both see what came before, and what follows sees both. `name` is turn, threads, streams or partition; `facts` are
+    what results record: sizes of a partition, or why there is none.
+    """
 
-    @property
-    def facts(self) -> dict[str, object]:
-        """What results record: sizes of a partition, or why there is none."""
+    name: str = "turn"
+
+    def __init__(self, facts: dict[str, object] | None = None) -> None:
+        self.facts = facts or {}
 
     def run(self, prefill: Path, decode: Path) -> None:
         """Run both to their end (on CUDA: enqueue both and their join)."""
+        prefill()
+        decode()
 
     def close(self) -> None:
         """Release threads and streams."""
 
 
-class TurnFork:
-    """One after the other."""
-
-    name = "turn"
-
-    @property
-    def facts(self) -> dict[str, object]:
-        """Nothing more."""
-        return {}
-
-    def run(self, prefill: Path, decode: Path) -> None:
-        """Prefill, then decode."""
-        prefill()
-        decode()
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-class ThreadFork:
+class ThreadFork(Fork):
     """Decode on a second thread: the calls that wait, or release the interpreter, overlap."""
 
     name = "threads"
 
-    @property
-    def facts(self) -> dict[str, object]:
-        """Nothing more."""
-        return {}
-
     def __init__(self) -> None:
+        super().__init__()
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode-path")
 
     def run(self, prefill: Path, decode: Path) -> None:

@@ -21,19 +21,17 @@ import numpy as np
 import torch
 
 from confsim.outcome.result import write_json
-from confsim.run.plan import DecodeBatch as PlanDecodes
-from confsim.run.plan import IterationPlan, PrefillChunk
-from confsim.run.request import Request
 from confsim.specs import KvConfig
 from executor.check import run_checks, summarise
 from executor.collectives import Groups, Solo
 from executor.config import Device, ExecutorConfig, Layout, ModelConfig, Rope
-from executor.fork import Fork, ThreadFork, TurnFork
+from executor.fork import Fork, ThreadFork
 from executor.kernels import choose, page_tokens
 from executor.kernels.base import AttentionKernels, DecodeBatch, PrefillBatch
 from executor.kv import UnitPool
 from executor.model import EagerLinear, Linear, Transformer
 from executor.place import Place
+from executor.probe import Probe
 from executor.runtime import Runtime
 from executor.weights import load_weights
 
@@ -207,8 +205,9 @@ def measure_iterations(settings: Device, sizes: Sizes) -> dict[str, Any]:
     tokens = max(count * context for _, count, context in sizes.iterations) + 4096
     with Runtime(sizes.model, Layout("xp"), device, KvConfig(capacity_tokens=2 * tokens)) as runtime:
         facts = runtime.ready[0].facts
-        for index, (prefill, decodes, context) in enumerate(sizes.iterations):
-            rows.append(_iteration_row(runtime, index * 10_000, prefill, decodes, context, sizes.repeats))
+        probe = Probe(runtime)
+        for prefill, decodes, context in sizes.iterations:
+            rows.append(_iteration_row(probe, prefill, decodes, context, sizes.repeats))
     return {"facts": facts, "rows": rows}
 
 
@@ -271,13 +270,13 @@ def _guarded(part: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 def _forks(settings: Device, sizes: Sizes) -> list[tuple[dict[str, Any], Fork | str]]:
     """Forks to compare, each with what is said about it; a text in place of one that this machine lacks."""
     if settings.kind == "cpu":
-        return [({"fork": "turn"}, TurnFork()), ({"fork": "threads"}, ThreadFork())]
+        return [({"fork": "turn"}, Fork()), ({"fork": "threads"}, ThreadFork())]
     from executor.cuda.green_context import PartitionError, partition
     from executor.cuda.streams import StreamFork, cuda_api
 
     api = cuda_api()
     plain = StreamFork(torch.cuda.Stream(), torch.cuda.Stream(), api, "streams", {})
-    forks: list[tuple[dict[str, Any], Fork | str]] = [({"fork": "turn"}, TurnFork()), ({"fork": "streams"}, plain)]
+    forks: list[tuple[dict[str, Any], Fork | str]] = [({"fork": "turn"}, Fork()), ({"fork": "streams"}, plain)]
     for count in sizes.decode_sms:
         said: dict[str, Any] = {"fork": "partition", "asked_decode_sms": count}
         try:
@@ -340,20 +339,18 @@ def _linear_pass(side: Linear, model: Transformer, tokens: int, device: torch.de
     return run_pass
 
 
-def _iteration_row(
-    runtime: Runtime, first: int, prefill: int, decodes: int, context: int, repeats: int
-) -> dict[str, Any]:
+def _iteration_row(probe: Probe, prefill: int, decodes: int, context: int, repeats: int) -> dict[str, Any]:
     """Decodes are set up by prefilling them; then the mixed iteration is repeated with a fresh chunk each time."""
-    batch = PlanDecodes(0)
-    for request in range(first, first + decodes):
-        _prefill(runtime, request, context, 0)
-        batch.members[request] = Request(request, 0.0, context)
+    members = [probe.request(context) for _ in range(decodes)]
+    for request in members:
+        probe.run([(request, context, 0)])
     done = []
-    for index in range(repeats + 2):
-        request = first + decodes + index
-        chunks = _chunk(runtime, request, prefill, -1) if prefill else ()
-        done.append(runtime.run(IterationPlan(chunks, (batch,))))
-    runtime.run(IterationPlan((), (PlanDecodes(0),), tuple(batch.members)))
+    for _ in range(repeats + 2):
+        chunks = [probe.request(prefill)] if prefill else []
+        done.append(probe.run([(request, prefill, -1) for request in chunks], [members]))
+        probe.drop(*chunks)
+    probe.drop(*members)
+    probe.flush()
     middle = sorted(done[2:], key=lambda item: item.duration_s)[repeats // 2]
     return {
         "prefill_tokens": prefill,
@@ -366,16 +363,6 @@ def _iteration_row(
         "busy_share": middle.ranks[0].busy_share,
         "launch_s_per_layer": middle.ranks[0].launch_s_per_layer,
     }
-
-
-def _prefill(runtime: Runtime, request: int, tokens: int, group: int) -> None:
-    runtime.run(IterationPlan(_chunk(runtime, request, tokens, group), (PlanDecodes(0),)))
-
-
-def _chunk(runtime: Runtime, request: int, tokens: int, group: int) -> tuple[PrefillChunk, ...]:
-    rng = np.random.default_rng(request)
-    runtime.add(request, rng.integers(0, runtime.model.vocab_size, tokens))
-    return (PrefillChunk(Request(request, 0.0, tokens), 0, (tokens,), True, group),)
 
 
 if __name__ == "__main__":

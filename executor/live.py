@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -18,22 +18,8 @@ from confsim.specs import ClusterSpec, KvConfig
 from executor.backend import LiveBackend
 from executor.config import Device, ExecutorConfig, Layout
 from executor.layouts import live_kinds
-from executor.parts import parts_of
-from executor.probe import Ranks, warm_up
-from executor.runtime import ExecutedIteration, Runtime
-
-
-class LiveRanks(Ranks, Protocol):
-    """What a live loop asks of a runtime."""
-
-    def submit(self, plan: IterationPlan) -> None:
-        """Start an iteration."""
-
-    def result(self) -> ExecutedIteration:
-        """Wait for it."""
-
-    def close(self) -> None:
-        """End the ranks."""
+from executor.probe import warm_up
+from executor.runtime import Runtime
 
 
 @dataclass(frozen=True)
@@ -59,7 +45,7 @@ class LiveBackendConfig:
         """Backends of one run."""
         return LiveRun(self, now_s)
 
-    def runtime(self, layout: Layout) -> LiveRanks:
+    def runtime(self, layout: Layout) -> Runtime:
         """Ranks that are ready.
 
         Raises:
@@ -156,9 +142,9 @@ class LiveLoop(LiveBackend):
     """
 
     def __init__(
-        self, ranks: LiveRanks, cost: CoBatchCost, now_s: Callable[[], float], config: LiveBackendConfig
+        self, ranks: Runtime, cost: CoBatchCost, now_s: Callable[[], float], config: LiveBackendConfig
     ) -> None:
-        super().__init__(ranks, seed=config.seed)  # type: ignore[arg-type]
+        super().__init__(ranks, seed=config.seed)
         self.cost = cost
         self.tokens = 0
         self.watch = _Watch()
@@ -190,7 +176,7 @@ class LiveLoop(LiveBackend):
         self.tokens += len(executed.tokens)
         now_s = self._idle_since_s = time.perf_counter()
         self.watch.driver_s.append(now_s - self._submitted_s - executed.duration_s)
-        timing = parts_of(executed)._replace(predicted_s=self._predicted_s)
+        timing = executed._replace(predicted_s=self._predicted_s)
         if self._realtime:
             assert self._origin_s is not None
             timing = timing._replace(duration_s=now_s - self._origin_s - self._now_s())
@@ -219,7 +205,7 @@ class LiveLoop(LiveBackend):
             self.forget()
             for index, plan in enumerate(self._kept):
                 super().submit(plan)
-                seconds[turn, index] = parts_of(super().result()).duration_s
+                seconds[turn, index] = super().result().duration_s
         return seconds
 
     def _keep_time(self, now_s: float) -> None:

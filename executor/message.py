@@ -59,7 +59,7 @@ class RankConfig(NamedTuple):
     layout: Layout
     device: Device
     kv: KvConfig
-    store: str  # path of the private file store, or env:// for ranks that exist already
+    store: str  # path of the private file store of ranks that are processes
 
 
 @dataclass(frozen=True)

@@ -3,43 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
 from confsim.run.plan import DecodeBatch, IterationPlan, PrefillChunk
 from confsim.run.request import Request
-from executor.config import Layout, ModelConfig
-from executor.runtime import ExecutedIteration
+from executor.runtime import ExecutedIteration, Runtime
 
 FIRST_ID = 1 << 40  # above the rows of any trace
-
-
-class Ranks(Protocol):
-    """What a probe asks of a runtime."""
-
-    @property
-    def model(self) -> ModelConfig:
-        """What is served."""
-
-    @property
-    def layout(self) -> Layout:
-        """On which ranks."""
-
-    def add(self, request: int, tokens: np.ndarray) -> None:
-        """Make a request known."""
-
-    def forget(self, request: int) -> None:
-        """Drop a request."""
-
-    def run(self, plan: IterationPlan) -> ExecutedIteration:
-        """Execute a plan."""
 
 
 class Probe:
     """Prompts of random tokens, prefilled in even shards and decoded on the group they are told."""
 
-    def __init__(self, ranks: Ranks, seed: int = 0) -> None:
+    def __init__(self, ranks: Runtime, seed: int = 0) -> None:
         self.ranks = ranks
         self._rng = np.random.default_rng((seed, 0x9B))
         self._next = FIRST_ID
@@ -110,7 +87,7 @@ def even(tokens: int, groups: int, turn: int = 0) -> tuple[int, ...]:
     return tuple(share + ((group + turn) % groups < rest) for group in range(groups))
 
 
-def warm_up(ranks: Ranks, iterations: int, tokens: int = 64) -> None:
+def warm_up(ranks: Runtime, iterations: int, tokens: int = 64) -> None:
     """Run plans of every kind (prefill, hand-over, decode, mixed) that touch what a first use would have to load."""
     if iterations <= 0:
         return

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
-from executor.clock import HostClock, Spent, StageClock
+from executor.clock import Spent, StageClock
 from executor.collectives import Group, Groups
-from executor.config import Sampling
 from executor.exchange import Exchange
-from executor.fork import Fork, ThreadFork, TurnFork
+from executor.fork import Fork, ThreadFork
 from executor.kernels import choose, page_tokens
 from executor.kv import UnitPool, pool_units
 from executor.layouts.base import Parts
@@ -54,9 +52,11 @@ class Rank:
         with self.clock.stage("prepare"):
             work = self.ledger.prepare(iteration)
         held = self.pool.held
-        tokens, logits = self._compute(iteration, work)
+        tokens, logits = self._compute(work)
         self.ledger.settle(iteration, work, tokens)
         spent = self.clock.stop()
+        answers = [] if self.place.position else work.sampled  # one rank of a TP group speaks for all
+        keep_logits = iteration.keep_logits and bool(answers)
         both = work.prefill is not None and work.decode is not None and self.config.layout.rules.side_by_side
         return Report(
             number=iteration.number,
@@ -64,13 +64,13 @@ class Rank:
             duration_s=spent.duration_s,
             stages=spent.stages,
             moved=dict(self.groups.counts),
-            tokens=self._answers(work, tokens),
+            tokens=dict(zip(answers, tokens.tolist() if answers else (), strict=True)),
             kv_units=held,
             overlap=self.fork.name if both else "none",
             overlap_valid=both and self.fork.name != "turn" and self._is_overlap_valid(spent),
             busy_share=spent.busy_share,
             launch_s_per_layer=spent.launch_s / self.config.model.num_hidden_layers,
-            logits=self._named_logits(work, logits) if iteration.keep_logits else {},
+            logits=dict(zip(answers, logits.float().cpu().numpy(), strict=True)) if keep_logits else {},
         )
 
     def facts(self) -> dict[str, object]:
@@ -91,7 +91,7 @@ class Rank:
         """Release threads and streams."""
         self.fork.close()
 
-    def _compute(self, iteration: Iteration, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
+    def _compute(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
         empty = torch.zeros(0, dtype=torch.int64, device=self.device)
         logits = torch.zeros(0, self.config.model.vocab_size, device=self.device)
         if work.prefill is not None or work.decode is not None:
@@ -113,29 +113,11 @@ class Rank:
         return parts[:, : self.config.model.vocab_size]
 
     def _sample(self, work: Work, logits: torch.Tensor) -> torch.Tensor:
-        requests = [chunk.request for chunk in work.finished]
         ends = torch.tensor([chunk.end for chunk in work.finished], dtype=torch.int64, device=self.device)
         if work.decode is not None:
-            requests += work.decode.members
             ends = torch.cat((ends, work.decode.positions + 1))
-        settings: list[Sampling] = [self.ledger.entries[request].sampling for request in requests]
-        return sample(logits, settings, requests, ends)
-
-    def _answers(self, work: Work, tokens: torch.Tensor) -> dict[int, int]:
-        """Tokens that this rank reports: one rank of a TP group speaks for all."""
-        values = tokens.tolist()
-        if self.place.position:
-            return {}
-        requests = [chunk.request for chunk in work.finished]
-        requests += [] if work.decode is None else list(work.decode.members)
-        return dict(zip(requests, values, strict=True))
-
-    def _named_logits(self, work: Work, logits: torch.Tensor) -> dict[int, np.ndarray]:
-        if self.place.position:
-            return {}
-        requests = [chunk.request for chunk in work.finished]
-        requests += [] if work.decode is None else list(work.decode.members)
-        return dict(zip(requests, logits.float().cpu().numpy(), strict=True))
+        settings = [self.ledger.entries[request].sampling for request in work.sampled]
+        return sample(logits, settings, work.sampled, ends)
 
     def _reduce(self, group: Group) -> Reduce | None:
         if self.config.layout.tp == 1:
@@ -165,7 +147,7 @@ class Rank:
             from executor.cuda.streams import make_clock_and_fork
 
             return make_clock_and_fork(settings, self.device)
-        return HostClock(), ThreadFork() if settings.overlap == "threads" else TurnFork()
+        return StageClock(), ThreadFork() if settings.overlap == "threads" else Fork()
 
     def _linear(self, model: Transformer) -> Linear:
         settings = self.config.device

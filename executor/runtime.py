@@ -13,6 +13,7 @@ import numpy as np
 from confsim.errors import InputError
 from confsim.run.plan import IterationPlan, IterationTiming, PrefillChunk
 from confsim.specs import KvConfig
+from executor.clock import STAGES
 from executor.config import Device, ExecutorConfig, Layout, ModelConfig, Sampling
 from executor.errors import RankError
 from executor.message import NewRequest, Ready, Report, resolve
@@ -20,9 +21,11 @@ from executor.team import Team, make_team
 
 
 class ExecutedIteration(IterationTiming):
-    """An `IterationTiming` measured on ranks: its fields are the slowest rank's; `ranks` has every rank's report.
+    """An `IterationTiming` measured on ranks: the stages of the slowest one, so that they belong together.
 
-    `tokens` maps a request to the token that it got. `overlap` says how the attention paths ran.
+    Its overhead is what no stage of that rank accounts for (preparing the plan, the interpreter between calls); where
+    the attention paths overlapped, stages add up to more than the iteration and only the preparation is counted.
+    `ranks` has every rank's report, `tokens` maps a request to the token that it got.
     """
 
     tokens: Mapping[int, int]
@@ -33,21 +36,10 @@ class ExecutedIteration(IterationTiming):
     @classmethod
     def of(cls, reports: Sequence[Report], wall_s: float) -> ExecutedIteration:
         """Merge the reports of one iteration."""
-        slowest = max(reports, key=lambda report: report.duration_s)
-
-        def stage(name: str) -> float:
-            return max(report.stages[name] for report in reports)
-
-        timing = cls(
-            duration_s=slowest.duration_s,
-            linear_s=stage("linear"),
-            prefill_attention_s=stage("prefill_attention"),
-            decode_attention_s=stage("decode_attention"),
-            communication_s=stage("communication"),
-            head_s=stage("head"),
-            overhead_s=stage("prepare"),
-            transfer_s=stage("transfer"),
-        )
+        slowest = _slowest(reports)
+        stages = {f"{name}_s": slowest.stages[name] for name in STAGES if name != "prepare"}
+        rest = slowest.duration_s - sum(stages.values())
+        timing = cls(slowest.duration_s, overhead_s=max(rest, slowest.stages["prepare"], 0.0), **stages)
         timing.tokens = {request: token for report in reports for request, token in report.tokens.items()}
         timing.ranks = tuple(sorted(reports, key=lambda report: report.rank))
         timing.number = slowest.number
@@ -59,6 +51,11 @@ class ExecutedIteration(IterationTiming):
         copy = super()._replace(**changes)
         copy.__dict__.update(self.__dict__)
         return copy
+
+    @property
+    def slowest(self) -> Report:
+        """The rank that the iteration waited for."""
+        return _slowest(self.ranks)
 
     @property
     def overlap(self) -> str:
@@ -84,6 +81,10 @@ class ExecutedIteration(IterationTiming):
     def logits(self) -> dict[int, np.ndarray]:
         """Logits of the rows that were sampled, where they were kept."""
         return {request: row for report in self.ranks for request, row in report.logits.items()}
+
+
+def _slowest(reports: Sequence[Report]) -> Report:
+    return max(reports, key=lambda report: report.duration_s)
 
 
 class Runtime:
@@ -169,10 +170,6 @@ class Runtime:
     def drop_prompt(self, request: int) -> None:
         """Drop a prompt that can be added again if the request comes back; its emitted tokens stay known."""
         self._prompts.pop(request, None)
-
-    def emitted(self, request: int) -> tuple[int, ...]:
-        """Tokens that a request got so far, in results that are complete."""
-        return tuple(self._emitted[request])
 
     def submit(self, plan: IterationPlan) -> None:
         """Start an iteration; several may be under way, and run in order.

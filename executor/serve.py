@@ -2,51 +2,40 @@
 
 from __future__ import annotations
 
-import signal
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol
+from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from executor.collectives import Groups, Solo, torch_groups
 from executor.config import Device
-from executor.cores import keep_to_cores
 from executor.errors import PeerLostError
-from executor.message import Failure, Iteration, RankConfig, Ready, Report
+from executor.message import Failure, RankConfig, Ready
 from executor.rank import Rank
 
 
-class Channel(Protocol):
-    """A rank's side of its line to the driver."""
-
-    def receive(self) -> Iteration | None:
-        """The next iteration; None: the end."""
-
-    def send(self, message: Ready | Report | Failure) -> None:
-        """Answer."""
-
-
-def serve(channel: Channel, config: RankConfig, connect: Callable[[], Groups], device: torch.device) -> bool:
+def serve(line: Connection, config: RankConfig, connect: Callable[[], Groups], device: torch.device) -> bool:
     """Run a rank until the driver ends it; False if it failed (the driver has been told why).
 
     Raises:
-        EOFError: if the driver is gone.
+        EOFError, OSError: if the driver is gone.
     """
     number = -1
     try:
         rank = Rank(config, connect(), device)
-        channel.send(Ready(config.rank, rank.facts()))
-        while (message := channel.receive()) is not None:
+        line.send(Ready(config.rank, rank.facts()))
+        while (message := line.recv()) is not None:
             number = message.number
-            channel.send(rank.execute(message))
+            line.send(rank.execute(message))
         rank.close()
     except EOFError:
         raise
     except Exception as error:
-        channel.send(failure(config.rank, number, error))
+        line.send(failure(config.rank, number, error))
         return False
     return True
 
@@ -84,26 +73,16 @@ def process_device(settings: Device, local_rank: int) -> torch.device:
     return device
 
 
-def connect_processes(config: RankConfig) -> Groups:
-    """Join the ranks that share `config.store` and make their communicators."""
+def connect(config: RankConfig, store: Any) -> Groups:
+    """Communicators of a rank that is a process, with the ranks that share `store`; a collective call."""
     layout, timeout = config.layout, config.device.collective_timeout_s
     if layout.ranks == 1:
         return Groups(Solo(), Solo(), Solo(), Solo())
-    if config.device.kind == "cpu":
-        keep_to_cores(config.rank, layout.ranks, config.device.torch_threads, config.store)
     dist.init_process_group(
         "gloo" if config.device.kind == "cpu" else "cpu:gloo,cuda:nccl",
-        init_method=f"file://{config.store}",
+        store=store,
         rank=config.rank,
         world_size=layout.ranks,
         timeout=timedelta(seconds=timeout),
     )
     return torch_groups(layout, config.rank, timeout)
-
-
-def name_signal(code: int) -> str:
-    """Name of the signal behind a negative exit code."""
-    try:
-        return signal.Signals(-code).name
-    except ValueError:
-        return f"signal {-code}"

@@ -59,6 +59,11 @@ class Work:
         """Prompt tokens that this group computes."""
         return 0 if self.prefill is None else len(self.prefill.ids)
 
+    @property
+    def sampled(self) -> list[int]:
+        """The requests that get a token from this group, in the order of `logit_rows`."""
+        return [chunk.request for chunk in self.finished] + ([] if self.decode is None else list(self.decode.members))
+
     def stack(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids and positions of all rows: prefill, then decode."""
         parts = [rows for rows in (self.prefill, self.decode) if rows is not None]

@@ -9,25 +9,30 @@ import threading
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from executor.collectives import Groups
+    from executor.message import RankConfig
 
 
 def main() -> int:
     """Read the configuration from the socket, serve, and exit."""
     parent = os.getppid()
-    connection = Connection(int(sys.argv[1]))
-    config = connection.recv()
+    line = Connection(int(sys.argv[1]))
+    config: RankConfig = line.recv()
     folder = str(Path(config.store).parent)
     threading.Thread(target=_watch, args=(parent, folder), daemon=True).start()
-    from executor.serve import connect_processes, failure, process_device, serve
+    from executor.serve import failure, process_device, serve
 
     try:
         device = process_device(config.device, config.rank)
     except Exception as error:
-        connection.send(failure(config.rank, -1, error))
+        line.send(failure(config.rank, -1, error))
         return 1
     try:
-        good = serve(_Line(connection, folder), config, lambda: connect_processes(config), device)
-    except (EOFError, ConnectionError):
+        good = serve(line, config, lambda: _connect(config), device)
+    except (EOFError, OSError):
         shutil.rmtree(folder, ignore_errors=True)  # the driver is gone and cannot tidy up
         good = False
     sys.stderr.flush()
@@ -35,24 +40,16 @@ def main() -> int:
     os._exit(0 if good else 1)
 
 
-class _Line:
-    """A socket as a rank's channel."""
+def _connect(config: RankConfig) -> Groups:
+    from torch.distributed import FileStore
 
-    def __init__(self, connection: Connection, folder: str) -> None:
-        self._connection = connection
-        self._folder = folder
+    from executor.cores import keep_to_cores
+    from executor.serve import connect
 
-    def receive(self):  # type: ignore[no-untyped-def]
-        """The next message."""
-        return self._connection.recv()
-
-    def send(self, message: object) -> None:
-        """Answer; a driver that is gone needs none, and cannot tidy up."""
-        try:
-            self._connection.send(message)
-        except ConnectionError:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            os._exit(1)
+    ranks = config.layout.ranks
+    if config.device.kind == "cpu":
+        keep_to_cores(config.rank, ranks, config.device.torch_threads, config.store)
+    return connect(config, FileStore(config.store, ranks))
 
 
 def _watch(parent: int, folder: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from executor.clock import STAGES, Spent, StageClock
 from executor.config import Device
 from executor.cuda.green_context import PartitionError, partition
-from executor.fork import Fork, Path, TurnFork
+from executor.fork import Fork, Path
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def cuda_api() -> StreamApi:
     return StreamApi(torch.cuda.stream, torch.cuda.current_stream, lambda: torch.cuda.Event(enable_timing=True))
 
 
-class StreamFork:
+class StreamFork(Fork):
     """Each path on a stream of its own: both wait for the caller's stream, which waits for both.
 
     Memory that one stream allocates and another reads is safe without `record_stream`: a path starts only after the
@@ -38,10 +38,10 @@ class StreamFork:
     """
 
     def __init__(self, prefill: Any, decode: Any, api: StreamApi, name: str, facts: dict[str, object]) -> None:
+        super().__init__(facts)
         self.prefill_stream = prefill
         self.decode_stream = decode
         self.name = name
-        self.facts = facts
         self._api = api
 
     def run(self, prefill: Path, decode: Path) -> None:
@@ -61,14 +61,12 @@ class StreamFork:
         for end in ends:
             caller.wait_event(end)
 
-    def close(self) -> None:
-        """Streams end with the process."""
 
-
-class EventClock:
+class EventClock(StageClock):
     """Time between events on the stream that a stage was launched on; read once the iteration is over."""
 
     def __init__(self, api: StreamApi) -> None:
+        super().__init__()
         self._api = api
         self._marks: list[tuple[str, Any, Any]] = []
         self._begin: Any = None
@@ -113,7 +111,7 @@ def make_clock_and_fork(settings: Device, device: torch.device) -> tuple[StageCl
     api = cuda_api()
     clock = EventClock(api)
     if settings.overlap == "turn":
-        return clock, TurnFork()
+        return clock, Fork()
     reason = "not asked for"
     if settings.overlap == "partition":
         try:

@@ -50,7 +50,8 @@ def _find(device: Device) -> AttentionKernels:
     asked = list(FAMILIES) if device.attention == "auto" else [device.attention]
     families = [family for name in asked for family in FAMILIES.get(name, ())]
     for family in families:
-        if (found := family.find(device)) is not None:
+        found: AttentionKernels | None = family.find(device)
+        if found is not None:
             return found
     if device.attention in FAMILIES:
         raise InputError(

@@ -14,7 +14,7 @@ class Kind(LayoutKind):
 
     def runner(self, parts: Parts) -> Runner:
         """A single group of Conflux whose two paths never overlap."""
-        from executor.fork import TurnFork
+        from executor.fork import Fork
         from executor.layouts.xp import XpRunner
 
-        return XpRunner(replace(parts, fork=TurnFork()))
+        return XpRunner(replace(parts, fork=Fork()))

@@ -12,10 +12,10 @@ from typing import Any
 
 from confsim.specs import GpuSpec
 from executor.config import ExecutorConfig
-from executor.probe import Ranks
 from executor.profile.measure import Measurer
 from executor.profile.plan import Grid, Plan, make_plan
 from executor.profile.store import Store
+from executor.runtime import Runtime
 
 LEAST_ROUNDS = 3  # measured whatever the budget says
 
@@ -24,7 +24,7 @@ OpenRanks = Callable[[ExecutorConfig], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Profiled:
     """What a profile took."""
 
     folder: Path
@@ -46,12 +46,12 @@ def command(cfg: Any) -> int:
     executor, gpu = instantiate(cfg.executor, _convert_="all"), instantiate(cfg.gpu)
     grid = instantiate(cfg.grid)
     root = None if cfg.output is None else Path(cfg.output)
-    outcome = profile(executor, gpu, grid, root, (lambda line: None) if cfg.quiet else _say)
+    done = profile(executor, gpu, grid, root, (lambda line: None) if cfg.quiet else _say)
     if not cfg.quiet:
         print(
-            f"{outcome.folder.parent}: {outcome.cells} cells x {outcome.rounds} rounds "
-            f"({outcome.measured} new, {outcome.wall_s:.0f} s)\n"
-            f"next: confsim fit source=executor profile={outcome.folder.parent}"
+            f"{done.folder.parent}: {done.cells} cells x {done.rounds} rounds "
+            f"({done.measured} new, {done.wall_s:.0f} s)\n"
+            f"next: confsim fit source=executor profile={done.folder.parent}"
         )
     return 0
 
@@ -63,7 +63,7 @@ def profile(
     root: Path | None = None,
     say: Say = lambda line: None,
     ranks: OpenRanks | None = None,
-) -> Outcome:
+) -> Profiled:
     """Measure the executor's layout into a folder of `root`, continuing what is there already.
 
     `ranks` opens something with a runtime's interface in place of real ranks.
@@ -82,20 +82,14 @@ def profile(
     done = store.open()
     wanted = [number for number in range(grid.rounds) if number not in done]
     if not wanted:
-        return Outcome(store.folder, plan.cells, len(done), 0, 0.0)
-    with (ranks or _runtime)(executor) as running:
+        return Profiled(store.folder, plan.cells, len(done), 0, 0.0)
+    with (ranks or Runtime.of)(executor) as running:
         store.describe([dict(ready.facts) for ready in getattr(running, "ready", ())])
         measured = _rounds(running, plan, grid, store, wanted, len(done), say)
-    return Outcome(store.folder, plan.cells, len(done) + measured, measured, time.perf_counter() - began)
+    return Profiled(store.folder, plan.cells, len(done) + measured, measured, time.perf_counter() - began)
 
 
-def _runtime(executor: ExecutorConfig) -> AbstractContextManager[Any]:
-    from executor.runtime import Runtime
-
-    return Runtime.of(executor)
-
-
-def _rounds(ranks: Ranks, plan: Plan, grid: Grid, store: Store, wanted: list[int], done: int, say: Say) -> int:
+def _rounds(ranks: Runtime, plan: Plan, grid: Grid, store: Store, wanted: list[int], done: int, say: Say) -> int:
     """Measure rounds until all are there or the budget is used up; returns how many."""
     assert grid.budget_s is not None
     began = time.perf_counter()

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from confsim.run.request import Request
-from executor.parts import parts_of, slowest
-from executor.probe import Probe, Ranks, even
+from executor.probe import Probe, even
 from executor.profile.plan import WARM_DECODES, WARM_TOKENS, Cell, Grid, Plan
-from executor.runtime import ExecutedIteration
+from executor.runtime import ExecutedIteration, Runtime
 
 WARM_UP_ROUNDS = 1
 
@@ -18,7 +17,7 @@ Row = dict[str, Any]
 class Measurer:
     """Runs rounds on ranks; every other round goes through the cells backwards, so that a steady drift cancels."""
 
-    def __init__(self, ranks: Ranks, plan: Plan, grid: Grid) -> None:
+    def __init__(self, ranks: Runtime, plan: Plan, grid: Grid) -> None:
         assert grid.chunk_tokens
         self.ranks = ranks
         self.plan = plan
@@ -103,7 +102,7 @@ class Measurer:
         return self._row(cell, self.probe.run(chunks, decode), context)
 
     def _row(self, cell: Cell, executed: ExecutedIteration, context: int) -> Row:
-        layout, timing = self.ranks.layout, parts_of(executed)
+        layout = self.ranks.layout
         groups = layout.groups
         tokens = [count for count, _ in cell.chunks]
         return {
@@ -119,17 +118,10 @@ class Measurer:
             "sequences": cell.sequences,
             "busy_groups": 1 if cell.alone else groups,
             "context_tokens": context,
-            "duration_s": timing.duration_s,
-            "linear_s": timing.linear_s,
-            "prefill_attention_s": timing.prefill_attention_s,
-            "decode_attention_s": timing.decode_attention_s,
-            "communication_s": timing.communication_s,
-            "head_s": timing.head_s,
-            "transfer_s": timing.transfer_s,
-            "overhead_s": timing.overhead_s,
+            **executed._asdict(),
             "wall_s": executed.wall_s,
             "fastest_rank_s": min(report.duration_s for report in executed.ranks),
-            "busy_share": slowest(executed).busy_share,
+            "busy_share": executed.slowest.busy_share,
             "overlap": executed.overlap,
         }
 

@@ -136,7 +136,7 @@ def test_iteration_costs_little_over_its_compute(benchmark, stand: Stand) -> Non
     walls: list[float] = []
     alone: list[float] = []
     inside: list[float] = []
-    pids = stand.runtime._team.pids()  # type: ignore[union-attr]
+    pids = [process.pid for process in stand.runtime._team._processes]  # type: ignore[union-attr]
     with KernelsAlone() as kernels:
         for _ in range(2):
             stand.mixed()

@@ -177,6 +177,11 @@ def generate(
     return Run(tokens, logits, made.preemptions, made.iterations, backend.plans)
 
 
+def pids(runtime: Runtime) -> list[int]:
+    """Process ids of a runtime's ranks."""
+    return [process.pid for process in runtime._team._processes]  # type: ignore[union-attr]
+
+
 def alone(model: ModelConfig, kv: KvConfig | None = None) -> Runtime:
     """The one-rank reference."""
     return Runtime(model, Layout("tp"), THREADS, kv or KvConfig(capacity_tokens=4096), keep_logits=True)

@@ -190,10 +190,10 @@ def test_wrong_number_of_joined_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ranks_get_a_resolved_configuration() -> None:
     """H6: the command line of a rank's process names its socket and nothing else."""
-    from executor_harness import PROCESSES
+    from executor_harness import PROCESSES, pids
 
     with Runtime(tiny(), Layout("xp", 2, 1), PROCESSES, KvConfig(capacity_tokens=64)) as runtime:
-        for pid in runtime._team.pids():
+        for pid in pids(runtime):
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1:-1]
             assert words[:2] == [b"-m", b"executor.worker"]
             assert words[2].isdigit()

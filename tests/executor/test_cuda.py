@@ -19,14 +19,14 @@ from flash_stub import FLASH2, FLASH3
 
 from confsim.errors import InputError
 from confsim.specs import KvConfig
-from executor.clock import HostClock
+from executor.clock import StageClock
 from executor.collectives import Groups, Solo
 from executor.config import Device, Layout, Sampling
 from executor.cuda import green_context
 from executor.cuda.graphs import GraphedLinear, counted
 from executor.cuda.streams import EventClock, StreamApi, StreamFork
 from executor.exchange import Exchange
-from executor.fork import ThreadFork, TurnFork
+from executor.fork import Fork, ThreadFork
 from executor.kernels import choose, page_tokens
 from executor.kernels.base import DecodeBatch, PrefillBatch
 from executor.kernels.flash2 import Flash2Kernels
@@ -124,7 +124,7 @@ def test_forward_on_a_fake_gpu(name: str, family: str) -> None:
         ledger = Ledger(place, groups, pool, True)
         kernels = SdpaKernels() if name == "sdpa" else KERNELS[name]
         linear = EagerLinear(transformer)
-        parts = Parts(place, groups, pool, kernels, HostClock(), TurnFork(), Exchange(place, groups), linear, linear, 3)
+        parts = Parts(place, groups, pool, kernels, StageClock(), Fork(), Exchange(place, groups), linear, linear, 3)
         runner = XpRunner(parts)
         new = (NewRequest(0, np.arange(20), Sampling()), NewRequest(1, np.arange(30), Sampling()))
         first = Iteration(0, (Chunk(0, 0, (20,), True, 0),), ((),), (), new)

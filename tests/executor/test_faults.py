@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from executor_harness import PROCESSES, THREADS, generate, prompts, tiny
+from executor_harness import PROCESSES, THREADS, generate, pids, prompts, tiny
 
 from confsim.errors import InputError
 from confsim.run.plan import DecodeBatch, IterationPlan, PrefillChunk
@@ -77,7 +77,7 @@ def test_rank_killed_between_iterations() -> None:
     with clean(), pytest.raises(RankError) as error, Runtime(tiny(), TWO, PROCESSES, KV) as runtime:
         runtime.add(0, prompts([8])[0])
         runtime.run(whole(0, 8))
-        os.kill(runtime._team.pids()[1], signal.SIGKILL)
+        os.kill(pids(runtime)[1], signal.SIGKILL)
         time.sleep(0.2)
         runtime.add(1, prompts([8])[0])
         runtime.run(whole(1, 8))
@@ -90,10 +90,10 @@ def test_rank_killed_inside_a_collective() -> None:
     """Rank 0 waits in the all-to-all for rank 1, which is stopped, then killed; rank 0 is not the one to blame."""
     with clean(), pytest.raises(RankError) as error, Runtime(tiny(), TWO, PROCESSES, KV) as runtime:
         runtime.add(0, prompts([8])[0])
-        os.kill(runtime._team.pids()[1], signal.SIGSTOP)
+        os.kill(pids(runtime)[1], signal.SIGSTOP)
         runtime.submit(whole(0, 8))
         time.sleep(0.5)
-        os.kill(runtime._team.pids()[1], signal.SIGKILL)
+        os.kill(pids(runtime)[1], signal.SIGKILL)
         runtime.result()
     assert "rank 1 of 2 was killed by SIGKILL in iteration 0" in str(error.value)
 
@@ -213,7 +213,7 @@ runtime = Runtime(tiny(), Layout("xp", 2, 1), PROCESSES, KvConfig(capacity_token
 with runtime:
     runtime.add(0, prompts([8])[0])
     runtime.run(whole(0, 8))  # everything is imported from here on: extension modules may swallow an interrupt
-    print(*runtime._team.pids(), runtime._team._folder, flush=True)
+    print(*pids(runtime), runtime._team._folder, flush=True)
     while True:
         runtime.submit(whole(0, 8)); runtime.result()
         time.sleep(0.05)
@@ -230,10 +230,10 @@ def _start_script() -> tuple[subprocess.Popen[str], list[int], Path]:
     return process, [int(first), int(second)], Path(folder)
 
 
-def _gone(pids: list[int], seconds: float) -> bool:
+def _gone(ranks: list[int], seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
+        if not any(Path(f"/proc/{pid}").exists() for pid in ranks):
             return True
         time.sleep(0.05)
     return False
@@ -242,13 +242,13 @@ def _gone(pids: list[int], seconds: float) -> bool:
 @pytest.mark.parametrize("name", ["SIGINT", "SIGKILL"])
 def test_driver_interrupted_or_killed(name: str) -> None:
     """Ctrl-C, or the driver killed outright: ranks and their folder are gone soon after."""
-    process, pids, folder = _start_script()
+    process, ranks, folder = _start_script()
     process.send_signal(getattr(signal, name))
     try:
         _, errors = process.communicate(timeout=30)
     finally:
         process.kill()
-    assert _gone(pids, 10.0)
+    assert _gone(ranks, 10.0)
     deadline = time.monotonic() + 10.0
     while folder.exists() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -57,7 +57,6 @@ def test_iterations_under_way_run_in_order(expected: list[int]) -> None:
         done = [runtime.result() for _ in range(6)]
         assert [item.number for item in done] == list(range(6))
         assert [item.tokens[0] for item in done] == expected[:6]
-        assert runtime.emitted(0) == tuple(expected[:6])
 
 
 def test_recomputation_waits_for_tokens_under_way(expected: list[int]) -> None:
@@ -94,10 +93,11 @@ def test_a_result_is_an_iteration_timing(expected: list[int]) -> None:
     assert second.ranks[1].overlap == "none"  # no decode there
     assert second.tokens == {0: expected[1], 1: expected[0]}
     assert second.duration_s == max(rank.duration_s for rank in second.ranks)
-    assert second.linear_s == max(rank.stages["linear"] for rank in second.ranks)
+    assert second.linear_s == second.slowest.stages["linear"]
     assert set(second.ranks[0].stages) == set(STAGES)
-    for name in ("linear_s", "prefill_attention_s", "decode_attention_s", "communication_s", "head_s"):
-        assert 0 < getattr(second, name) <= second.duration_s
+    for name in STAGES[:5]:
+        assert 0 < max(rank.stages[name] for rank in second.ranks) <= second.duration_s
+    assert second.duration_s <= sum(second[1:8]) * (1 + 1e-9)  # all of it is accounted for, side by side or not
     assert first.transfer_s > 0
     assert second.wall_s >= second.duration_s
     assert 0 < second.ranks[0].busy_share <= 1
