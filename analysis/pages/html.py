@@ -34,7 +34,7 @@ class Figures:
 
 def signed(value: float | None) -> str:
     """A relative error in percent with its sign; a dash where there is none."""
-    return "–" if value is None else f"{value:+.1%}"
+    return "–" if value is None else f"{value:+z.1%}"
 
 
 def count(value: int) -> str:

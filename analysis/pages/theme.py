@@ -169,7 +169,9 @@ def parity(data: Sequence[Trace], x: str, y: str, height: int = 400) -> Figure:
     """Logarithmic axes of equal range over all points, with the lines of equality and of 10% off."""
     values = [value for trace in data for key in ("x", "y") for value in trace[key] if value and value > 0]
     low, high = min(values) / 1.2, max(values) * 1.2
-    axis = {"type": "log", "range": numbers([math.log10(low), math.log10(high)])}
+    axis: dict[str, Any] = {"type": "log", "range": numbers([math.log10(low), math.log10(high)])}
+    if high > 10 * low:
+        axis["dtick"] = "D2"  # labels at 1, 2 and 5 of each decade
     shapes = [
         {
             "type": "line",

@@ -103,8 +103,8 @@ def _names(tracks: dict[tuple[int, str], tuple[int, int]]) -> Iterator[dict[str,
 
 
 def _events(row: dict[str, Any], process: int) -> Iterator[str]:
-    start = row["start_s"] * 1e6
-    span = f'"ts":{start:.3f},"dur":{row["end_s"] * 1e6 - start:.3f},"pid":{process}'
+    start, end = (round(row[f"{side}_s"] * 1e6, 3) for side in ("start", "end"))  # so that no slice overlaps the next
+    span = f'"ts":{start:.3f},"dur":{end - start:.3f},"pid":{process}'
     parts = ",".join(f'"{name[:-2]}_ms":{row[name] * 1e3:.4f}' for name in PARTS if row[name])
     yield (
         f'{{"ph":"X","name":"{row["prefill_tokens"]} prefill, {row["decode_tokens"]} decode",{span},"tid":0,'

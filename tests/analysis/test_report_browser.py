@@ -130,6 +130,20 @@ def open_page(tools: DevTools, page: Path) -> None:
         time.sleep(0.1)
 
 
+OUTSIDE = """[...document.querySelectorAll('.plot text')]
+    .filter((text) => { const box = text.getBoundingClientRect(), own = text.closest('.plot').getBoundingClientRect();
+        return box.width && (box.left < own.left - 1 || box.right > own.right + 1); })
+    .map((text) => text.textContent)
+    .concat(document.documentElement.scrollWidth > document.documentElement.clientWidth ? ['the page'] : [])"""
+
+
+def _shown_toolbars(tools: DevTools) -> Any:
+    """Opacities of the toolbars that are seen while the pointer is elsewhere."""
+    bars = "[...document.querySelectorAll('.modebar')].map((bar) => getComputedStyle(bar).opacity)"
+    assert tools.evaluate(f"{bars}.length") > 0
+    return tools.evaluate(f"{bars}.filter((opacity) => opacity !== '0')")
+
+
 def complaints(tools: DevTools) -> list[Any]:
     """Errors and warnings of the console, exceptions, and every request to somewhere else."""
     found: list[Any] = []
@@ -163,6 +177,13 @@ def test_goodput_report_draws_every_figure(tmp_path: Path):
         assert bars == 2
         assert lines >= 2 + 2 + 3 * 2 + 2 * 4
         assert axis == "goodput, req/s"
+        assert _shown_toolbars(tools) == []
+        for width in (1400, 480):
+            tools.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+            deadline = time.monotonic() + 20  # figures are drawn again for the new width
+            while found := tools.evaluate(OUTSIDE):
+                assert time.monotonic() < deadline, f"clipped at {width} pixels: {found}"
+                time.sleep(0.1)
         assert complaints(tools) == []
 
 

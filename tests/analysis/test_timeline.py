@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 from pathlib import Path
 
@@ -39,6 +40,18 @@ def test_groups_are_tracks_and_iterations_have_prefill_and_decode_parts(tmp_path
     assert whole[1]["args"]["queued"] == row["queued"]
     counters = [event for event in events if event["ph"] == "C" and event["name"] == "KV in use"]
     assert [event["args"]["blocks"] for event in counters] == result.iterations["kv_used_blocks"].to_pylist()
+
+
+def test_no_slice_overlaps_the_next_one_of_its_track(tmp_path: Path):
+    write_timeline(tmp_path / "t", make_result(iterations=5000, groups=2))
+    tracks: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for event in read(tmp_path / "t")["traceEvents"]:
+        if event["ph"] == "X":
+            start, length = (round(event[key] * 1000) for key in ("ts", "dur"))  # nanoseconds
+            tracks.setdefault((event["pid"], event["tid"]), []).append((start, start + length))
+    assert len(tracks) == 5 and len(tracks[1, 0]) == 5000
+    for slices in tracks.values():
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(sorted(slices)))
 
 
 def test_equal_results_give_equal_bytes(tmp_path: Path):
