@@ -234,7 +234,7 @@ def _error_cells(errors: dict[str, Any]) -> list[str]:
 
 
 def kind_rows() -> list[list[str]]:
-    """Held-out error of the linear layers' GEMMs by the kind of batch, one line a GPU and dtype."""
+    """Held-out error of the linear layers' GEMMs by the kind of batch, one line per GPU and dtype."""
     rows, seen = [], set()
     for name in packaged():
         profile = Profile.load(PACKAGED / f"{name}.json")
