@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from confsim.run.backend import Stepwise
 from confsim.run.plan import DecodeBatch, IterationPlan
 from executor.config import Sampling
 from executor.runtime import ExecutedIteration, Runtime
@@ -16,7 +17,7 @@ def derive_tokens(request: int, count: int, vocab_size: int, seed: int = 0) -> n
     return np.random.default_rng((seed, request)).integers(0, vocab_size, count, dtype=np.int32)
 
 
-class LiveBackend:
+class LiveBackend(Stepwise):
     """`confsim.run.backend.Backend` over a running `Runtime`; closing it closes the runtime.
 
     Prompts come from `prompts(request id, tokens)`, by default derived from the request's id. `iterations` counts

@@ -61,6 +61,8 @@ class LiveBackendConfig:
 class LiveRun:
     """The one loop of a run, its warm-up and what is reported of it."""
 
+    many_loops = False
+
     def __init__(self, config: LiveBackendConfig, now_s: Callable[[], float]) -> None:
         self.config = config
         self._now_s = now_s

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from confsim.errors import InputError
-from confsim.run.backend import Backend, RunBackends, open_run
+from confsim.run.backend import Backend, RunBackends, Stepwise, open_run
 from confsim.run.model_backend import Cost, Noise
 from confsim.run.plan import IterationPlan, IterationTiming
 
@@ -25,6 +25,7 @@ def plan_key(plan: IterationPlan) -> PlanKey:
 class LoggedRun:
     """The backends of one run, and the plans that they were given in order."""
 
+    many_loops: ClassVar[bool] = False
     factory: Any
     inner: RunBackends | None
     plans: list[PlanKey] = field(default_factory=list)
@@ -52,6 +53,7 @@ class LoggedRun:
 class PlanLog:
     """A backend factory around another one."""
 
+    many_loops: ClassVar[bool] = False
     factory: Any
 
     def open(self, now_s: Callable[[], float]) -> LoggedRun:
@@ -65,7 +67,7 @@ class PlanLog:
 
 
 @dataclass
-class _Logged:
+class _Logged(Stepwise):
     inner: Backend
     plans: list[PlanKey]
 
@@ -84,6 +86,7 @@ class _Logged:
 class RecordedTimes:
     """A backend factory that charges given seconds, iteration by iteration, and predicts as the model does."""
 
+    many_loops: ClassVar[bool] = False
     durations_s: Sequence[float]
 
     def create(self, cost: Cost, noise: Noise, tp: int, sp: int, layout: str) -> Backend:
@@ -92,7 +95,7 @@ class RecordedTimes:
 
 
 @dataclass
-class _Recorded:
+class _Recorded(Stepwise):
     cost: Cost
     durations_s: Iterator[float]
     timing: IterationTiming = field(default_factory=lambda: IterationTiming(0.0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from confsim.run.plan import IterationPlan, IterationTiming
+from confsim.run.plan import DecodeRun, IterationPlan, IterationTiming
 
 if TYPE_CHECKING:
     from confsim.run.model_backend import Cost, Noise
@@ -20,12 +20,42 @@ class Backend(Protocol):
     def result(self) -> IterationTiming:
         """Wait for the iteration submitted last and return its timing."""
 
+    @property
+    def can_run_ahead(self) -> bool:
+        """Whether `run_ahead` works: iterations take what a model says, so that they can be taken back."""
+
+    def run_ahead(self, plan: IterationPlan, start_s: float, until_s: float, most: int) -> DecodeRun:
+        """Time up to `most` iterations of the decodes of a plan: the last one starts before `until_s`, or is the first.
+
+        `start_s` is where the first one starts.
+        """
+
+    def cut(self, run: DecodeRun, steps: int) -> None:
+        """Of the run timed last only the first `steps` iterations will have been."""
+
     def close(self) -> None:
         """Release what the backend holds; harmless when repeated."""
 
 
+class Stepwise:
+    """What a backend extends that times one iteration after the other."""
+
+    can_run_ahead = False
+
+    def run_ahead(self, plan: IterationPlan, start_s: float, until_s: float, most: int) -> DecodeRun:
+        """Not here."""
+        raise NotImplementedError("this backend times one iteration at a time")
+
+    def cut(self, run: DecodeRun, steps: int) -> None:
+        """Nothing was looked ahead to."""
+
+
 class RunBackends(Protocol):
     """The backends of one run, where they hold something from its start to its end (ranks, a wall clock)."""
+
+    @property
+    def many_loops(self) -> bool:
+        """Whether several loops can be timed that run at once."""
 
     def create(self, cost: Cost, noise: Noise, tp: int, sp: int, layout: str) -> Backend:
         """A backend for one loop."""

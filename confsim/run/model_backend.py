@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 from mypy_extensions import mypyc_attr
 
-from confsim.run.plan import IterationPlan, IterationTiming
+from confsim.run.plan import DecodeRun, IterationPlan, IterationTiming
 
 NOISE_BLOCK = 4096
 GIVEN = 1 << 20  # factors remembered to be put back, more than any look-ahead is long
@@ -17,10 +17,13 @@ LEAST_FACTOR = 0.05  # a charged time is never less than this share of its predi
 
 
 class Cost(Protocol):
-    """Prices a plan."""
+    """Prices plans; noise is none of its business."""
 
     def timing(self, plan: IterationPlan) -> IterationTiming:
         """Every term of a plan's iteration."""
+
+    def decode_run(self, plan: IterationPlan, clock: Clock) -> DecodeRun:
+        """Iterations of a plan's decodes until `clock` says that one was the last."""
 
 
 class Noise:
@@ -50,11 +53,39 @@ class Noise:
             self._block += [self._given.pop() for _ in range(count)]
 
 
+class Clock:
+    """Ends of iterations looked ahead to: at most `most`, the last one starting before `until_s` or being the first."""
+
+    def __init__(self, start_s: float, until_s: float, most: int, noise: Noise) -> None:
+        self.ends_s: list[float] = []
+        self._now_s = self._start_s = start_s
+        self._elapsed_s = 0.0
+        self._until_s = until_s
+        self._most = most
+        self._noise = noise if noise.std else None
+
+    def tick(self, seconds: float) -> bool:
+        """An iteration that takes `seconds` without noise; true: it is the last one."""
+        noise = self._noise
+        self._now_s += seconds if noise is None else seconds * noise.factor()
+        self.ends_s.append(self._now_s)
+        return self._now_s >= self._until_s or len(self.ends_s) == self._most
+
+    def tick_from_start(self, seconds: float) -> bool:
+        """As `tick`, where the seconds are added up before the start is: the last bits of the ends differ."""
+        noise = self._noise
+        self._elapsed_s += seconds if noise is None else seconds * noise.factor()
+        end_s = self._start_s + self._elapsed_s
+        self.ends_s.append(end_s)
+        return end_s >= self._until_s or len(self.ends_s) == self._most
+
+
 @mypyc_attr(allow_interpreted_subclasses=True)
 class ModelBackend:
     """Charges `prediction * (1 + noise)`."""
 
     def __init__(self, cost: Cost, noise: Noise) -> None:
+        self.can_run_ahead = True
         self.cost = cost
         self.noise = noise
         self._timing = IterationTiming(0.0)
@@ -70,6 +101,16 @@ class ModelBackend:
         """The timing of the plan submitted last."""
         return self._timing
 
+    def run_ahead(self, plan: IterationPlan, start_s: float, until_s: float, most: int) -> DecodeRun:
+        """Time up to `most` iterations of a plan's decodes."""
+        return self.cost.decode_run(plan, Clock(start_s, until_s, most, self.noise))
+
+    def cut(self, run: DecodeRun, steps: int) -> None:
+        """Keep the first `steps` iterations of the run timed last; the noise of the others goes to what runs next."""
+        self.noise.put_back(len(run.ends_s) - steps)
+        del run.ends_s[steps:]
+        del run.attention_s[steps:]
+
     def close(self) -> None:
         """Nothing is held."""
 
@@ -78,6 +119,8 @@ class ModelBackend:
 @dataclass(frozen=True)
 class ModelBackendConfig:
     """`backend=model`."""
+
+    many_loops: ClassVar[bool] = True
 
     def create(self, cost: Cost, noise: Noise, tp: int, sp: int, layout: str) -> ModelBackend:
         """A backend for one loop."""

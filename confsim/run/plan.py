@@ -1,4 +1,8 @@
-"""What an iteration does, and how long it took: the two messages between a scheme and its backend."""
+"""What iterations do, and how long they took: the messages between a scheme and its backend.
+
+Every scheme plans each iteration, or group of layers, of each of its loops as an `IterationPlan` and has a `Backend` of
+that loop time it, with `submit` and `result`; decodes alone may be looked ahead to, which gives a `DecodeRun`.
+"""
 
 from __future__ import annotations
 
@@ -50,13 +54,18 @@ class DecodeLoad(NamedTuple):
     attention_s: float  # predicted
 
 
+WHOLE_GPU = -1
+
+
 class IterationPlan(NamedTuple):
     """One iteration: prefill chunks in queue order, and one decode batch a group.
 
     `released` names the requests whose KV was freed since the previous plan (ended or preempted): a backend that
     holds real KV drops theirs before it runs. `load` is the weight of the decodes where the planner knows it.
     `rings` are the groups that work together on a sequence where that is not all of them: each ring computes prompts
-    of its own, or the decodes of its groups, which come ring by ring in `decode`.
+    of its own, or the decodes of its groups, which come ring by ring in `decode`. `layers` (first, end) are the layers
+    that run where those are not all. `split` says which share of every GPU's SMs the iteration has beside another one,
+    as an index into the scheme's list of splits.
     """
 
     prefill: tuple[PrefillChunk, ...]
@@ -64,6 +73,8 @@ class IterationPlan(NamedTuple):
     released: tuple[int, ...] = ()
     load: DecodeLoad | None = None
     rings: tuple[tuple[int, ...], ...] = ()
+    layers: tuple[int, int] | None = None
+    split: int = WHOLE_GPU
 
     def shards(self, groups: int) -> tuple[int, ...]:
         """Prefill tokens of each group over all chunks."""
@@ -86,3 +97,15 @@ class IterationTiming(NamedTuple):
     overhead_s: float = 0.0  # host time not hidden behind the GPU
     transfer_s: float = 0.0  # KV transfer of last chunks; what outlasts the iteration delays the first decode
     predicted_s: float = 0.0  # what the planner's model said
+
+
+class DecodeRun(NamedTuple):
+    """The next iterations of nothing but the same decodes: ends, and decode attention of each; parts of all of them."""
+
+    ends_s: list[float]
+    attention_s: list[float]
+    overhead_s: float  # host time of an iteration
+    hidden: bool  # only what outlasts the GPU is exposed
+    linear_s: float
+    head_s: float
+    communication_s: float = 0.0

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from confsim.run.model_backend import Noise
-from confsim.run.plan import IterationTiming
+from confsim.run.plan import DecodeRun, IterationTiming
 
 ITERATIONS = pa.schema(
     [
@@ -37,22 +36,6 @@ ITERATIONS = pa.schema(
         ("context_tokens", pa.int64()),
     ]
 )
-
-
-class DecodeRun(NamedTuple):
-    """Iterations of nothing but the same decodes."""
-
-    ends_s: list[float]
-    attention_s: list[float]
-    overhead_s: float  # host time of an iteration
-    hidden: bool  # only what outlasts the GPU is exposed
-    noise: Noise  # that the durations were drawn from
-
-    def cut(self, steps: int) -> None:
-        """Keep the first `steps` iterations."""
-        self.noise.put_back(len(self.ends_s) - steps)
-        del self.ends_s[steps:]
-        del self.attention_s[steps:]
 
 
 class Row(NamedTuple):
@@ -109,20 +92,17 @@ class Track:
         self,
         start_s: float,
         run: DecodeRun,
-        linear_s: float,
-        head_s: float,
         decode: tuple[int, ...],
         queued: int,
         kv_used_blocks: int,
         context_tokens: int,
         growth: Sequence[tuple[int, int]] = (),
-        communication_s: float = 0.0,
     ) -> None:
         """Record iterations of nothing but the same decodes."""
         self.ends.extend(run.ends_s)
         self.attention.extend(run.attention_s)
         row = Row(
-            len(run.ends_s), start_s, (0,) * len(decode), decode, linear_s, 0.0, communication_s, head_s,
+            len(run.ends_s), start_s, (0,) * len(decode), decode, run.linear_s, 0.0, run.communication_s, run.head_s,
             run.overhead_s, -1.0, queued, kv_used_blocks, context_tokens, run.hidden, growth,
         )  # fmt: skip
         self.rows.append(row)

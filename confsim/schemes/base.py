@@ -45,6 +45,10 @@ class LatencySource(Protocol):
 class BackendFactory(Protocol):
     """What `backend=...` instantiates."""
 
+    @property
+    def many_loops(self) -> bool:
+        """Whether several loops can be timed that run at once."""
+
     def create(self, cost: Cost, noise: Noise, tp: int, sp: int, layout: str) -> Backend:
         """A backend for one loop."""
 

@@ -11,9 +11,8 @@ from mypy_extensions import mypyc_attr
 
 from confsim.latency.base import LatencyModel
 from confsim.policies.base import Dispatch
-from confsim.run.model_backend import Noise
-from confsim.run.plan import DecodeBatch, DecodeLoad, IterationPlan, IterationTiming
-from confsim.run.record import DecodeRun
+from confsim.run.model_backend import Clock
+from confsim.run.plan import DecodeBatch, DecodeLoad, DecodeRun, IterationPlan, IterationTiming
 from confsim.run.request import Request
 
 # A path is slowed in full once the other one takes at least this share of it; below that its slowdown fades, so
@@ -194,22 +193,19 @@ class CoBatchCost:
             duration_s,
         )
 
-    def decode_run(
-        self, batches: Sequence[DecodeBatch], load: DecodeLoad, start_s: float, until_s: float, steps: int, noise: Noise
-    ) -> DecodeRun:
-        """Up to `steps` decode-only iterations: the last one starts before `until_s`, or is the first.
+    def decode_run(self, plan: IterationPlan, clock: Clock) -> DecodeRun:
+        """Decode-only iterations until `clock` ends them.
 
         The decodes stay the same meanwhile, so each group's attention is a line in its context, cut where the latency
         model bends.
         """
-        base_s = self.linear_s(load, load.peak, 0) + self.latency.head_s(load.peak)
+        load = plan.load or self.load(plan.decode)
+        linear_s, head_s = self.linear_s(load, load.peak, 0), self.latency.head_s(load.peak)
+        base_s = linear_s + head_s
         overhead_s = self.host_s(load.total, 0)
         hidden = self.async_schedule
         attention: list[float] = []
-        draw = noise.factor if noise.std else None
-        runs = [_Run(*self._attention_line(batch)) for batch in batches if batch.count]
-        ends: list[float] = []
-        now_s = start_s
+        runs = [_Run(*self._attention_line(batch)) for batch in plan.decode if batch.count]
         while True:
             attention_s = 0.0
             for run in runs:
@@ -222,15 +218,13 @@ class CoBatchCost:
                     seconds = overhead_s
             else:
                 seconds += overhead_s
-            now_s += seconds if draw is None else seconds * draw()
-            ends.append(now_s)
-            if len(ends) == steps or now_s >= until_s:
-                return DecodeRun(ends, attention, overhead_s, hidden, noise)
+            if clock.tick(seconds):
+                return DecodeRun(clock.ends_s, attention, overhead_s, hidden, linear_s, head_s)
             for run in runs:
                 run.value_s += run.step_s
                 run.steps -= 1
                 if run.steps < 0:
-                    run.bend(len(ends))
+                    run.bend(len(attention))
 
     def _attention_line(self, batch: DecodeBatch) -> tuple[LatencyModel, float, int, int]:
         if self.spread is None:

@@ -16,7 +16,7 @@ from confsim.run.request import Request
 from confsim.schemes.base import Instance, KvReport, Setup, group_kv
 from confsim.schemes.cost import CoBatchCost, in_turn
 from confsim.schemes.disagg.decode import DecodeLimits, DecodeWorker
-from confsim.schemes.disagg.prefill import PrefillLimits, PrefillWorker
+from confsim.schemes.disagg.prefill import PrefillLimits, PrefillWorker, PromptCost
 from confsim.schemes.link import KvLink, require_model_backend
 from confsim.specs import ClusterSpec
 
@@ -114,6 +114,10 @@ class Disaggregated:
         """Decode iterations of a TP group."""
         return CoBatchCost(setup.latency_of(tp, 1), in_turn, async_schedule=self.async_schedule)
 
+    def prompt_cost(self, setup: Setup, tp: int) -> PromptCost:
+        """Prefills of a TP group."""
+        return PromptCost(setup.latency_of(tp, 1), in_turn, async_schedule=self.async_schedule)
+
     def decode_limits(self, setup: Setup, tp: int) -> DecodeLimits:
         """Of a decode worker; every GPU swaps its own shard over its own host link."""
         swap_s = setup.model.kv_bytes_per_token(tp) / self.host_bandwidth
@@ -157,18 +161,18 @@ class DisaggregatedInstance(Instance):
         self._scheme = scheme
         self._prefill_kv, self._decode_kv = scheme.prefill_kv(setup), scheme.kv_report(setup)
         limits = PrefillLimits(scheme.max_prefill_batch, scheme.max_batched_tokens)
-        latency = setup.latency_of(sides.prefill_tp, 1)
         self.prefills = [
             PrefillWorker(
-                setup, f"prefill/{index}", latency, self._prefill_kv.capacity_tokens, limits, scheme.async_schedule,
-                self._hand_over, self.complete,
+                setup, f"prefill/{index}", index, scheme.prompt_cost(setup, sides.prefill_tp),
+                self._prefill_kv.capacity_tokens, limits, self._hand_over, self.complete,
             )
             for index in range(self._prefill_kv.groups)
         ]  # fmt: skip
         link = KvLink.between(setup, min(sides.prefill_tp, sides.decode_tp))
         self.decodes = [
             DecodeWorker(
-                setup, f"decode/{index}", index, scheme.cost(setup, sides.decode_tp), self._decode_kv.capacity_tokens,
+                setup, f"decode/{index}", index, self._prefill_kv.groups + index,
+                scheme.cost(setup, sides.decode_tp), self._decode_kv.capacity_tokens,
                 scheme.decode_limits(setup, sides.decode_tp), link.seconds, self.complete,
             )
             for index in range(self._decode_kv.groups)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from confsim.errors import InputError
 from confsim.latency.base import LatencyModel
-from confsim.run.model_backend import ModelBackendConfig
 from confsim.schemes.base import Setup
 
 
@@ -53,10 +52,10 @@ class KvLink:
 
 
 def require_model_backend(setup: Setup, scheme: str) -> None:
-    """Refuse a backend that runs real ranks: it has one loop over all GPUs, these schemes have several.
+    """Refuse a backend that times one loop over all GPUs, as real ranks do: these schemes have several.
 
     Raises:
         InputError: naming the scheme.
     """
-    if not isinstance(setup.backend, ModelBackendConfig):
+    if not setup.backend.many_loops:
         raise InputError(f"scheme={scheme} runs several loops at once and can only be simulated: use backend=model")

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from mypy_extensions import mypyc_attr
 
 from confsim.latency.base import LatencyModel
 from confsim.latency.share import ALL_SMS, PartitionLatency, SmShares
 from confsim.outcome.slo import TOLERANCE
-from confsim.run.request import Request
+from confsim.run.model_backend import Clock
+from confsim.run.plan import WHOLE_GPU, DecodeBatch, DecodeLoad, DecodeRun, IterationPlan, IterationTiming, PrefillChunk
+from confsim.schemes.cost import CoBatchCost, in_turn
 from confsim.specs import GpuSpec
 
-FULL = -1  # the whole GPU, in place of the index of a split
 LEAST_SMS = 8  # of a green context on Hopper
 # The largest slowdown of decode beside prefill that the MuxWise paper reports (arXiv 2504.14489).
 WORST_SLOWDOWN = {"a100_sxm": 1.2, "h100_sxm": 1.3}
@@ -60,6 +62,7 @@ class Contention:
         return self._block.pop()
 
 
+@mypyc_attr(native_class=False)
 @dataclass(frozen=True)
 class MuxOptions:
     """What prices and decisions depend on.
@@ -74,25 +77,73 @@ class MuxOptions:
     async_schedule: bool
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class MuxCost:
     """Times of decode iterations and prefill batches on every split of the SMs; a split is known by its index.
 
     Splits ascend in decode's SMs. Decode of `count` sequences costs a part fixed by the count, cached here, and its
-    attention scaled by the split.
+    attention scaled by the split; beside prefill, `contention` is what it really suffers. `layers` of the model are
+    run by a prefill batch.
     """
 
     def __init__(
-        self, latency: LatencyModel, shares: SmShares, gpu: GpuSpec, splits: Sequence[int], options: MuxOptions
+        self,
+        latency: LatencyModel,
+        shares: SmShares,
+        gpu: GpuSpec,
+        splits: Sequence[int],
+        layers: int,
+        options: MuxOptions,
+        contention: Contention,
     ) -> None:
         self.latency = latency
+        self.layers = layers
         self.options = options
         self.splits = tuple(splits)
+        self._contention = contention
+        self._alone = CoBatchCost(latency, in_turn, async_schedule=options.async_schedule)
+        self._priced: list[tuple[Sequence[PrefillChunk], dict[int, PrefillTime]]] = []  # batches, and times by split
         speeds = [shares.speeds(gpu, sms) for sms in splits]
         self._decode = [PartitionLatency(latency, speed) for speed in speeds]
         self._attention = [1.0 / speed.decode_attention for speed in speeds]
         self._prefill = [PartitionLatency(latency, shares.speeds(gpu, gpu.sms - sms)) for sms in splits]
-        self._prefill.append(PartitionLatency(latency, ALL_SMS))  # index FULL
+        self._prefill.append(PartitionLatency(latency, ALL_SMS))  # index WHOLE_GPU
         self._fixed: dict[int, tuple[list[float], list[float]]] = {}  # count -> linear and head of every split
+
+    def load(self, batches: Sequence[DecodeBatch]) -> DecodeLoad:
+        """The decode side of the next iteration, as it weighs on the whole GPU."""
+        return self._alone.load(batches)
+
+    def timing(self, plan: IterationPlan) -> IterationTiming:
+        """Every term of a decode iteration, or of a group of a prefill batch's layers."""
+        if plan.prefill:
+            return self._layers_timing(plan)
+        load, split = plan.load or self.load(plan.decode), plan.split
+        linear, head = self.fixed_s(load.total)
+        attention_s = self.attention_s(split, load.attention_s)
+        solo_s = linear[split] + head[split] + attention_s
+        factor = 1.0 if split == WHOLE_GPU else self._contention.factor()
+        gpu_s = solo_s * factor
+        overhead_s = self.exposed_s(load.total, gpu_s)
+        predicted_s = solo_s + self.exposed_s(load.total, solo_s)
+        return IterationTiming(
+            gpu_s + overhead_s, linear[split] * factor, 0.0, attention_s * factor, 0.0, head[split] * factor,
+            overhead_s, 0.0, predicted_s,
+        )  # fmt: skip
+
+    def _layers_timing(self, plan: IterationPlan) -> IterationTiming:
+        first, end = plan.layers or (0, self.layers)
+        time = self.batch_s(plan.prefill, plan.split)
+        share = (end - first) / self.layers
+        total_s = time.total_s * share
+        return IterationTiming(
+            total_s, time.linear_s * share, time.attention_s * share, 0.0, 0.0, time.head_s * share,
+            time.overhead_s * share, 0.0, total_s,
+        )  # fmt: skip
+
+    def decode_run(self, plan: IterationPlan, clock: Clock) -> DecodeRun:
+        """Iterations of decodes alone on the whole GPU until `clock` ends them."""
+        return self._alone.decode_run(plan, clock)
 
     def fixed_s(self, count: int) -> tuple[list[float], list[float]]:
         """Linear layers and head of a decode iteration, by split; the last entry is the whole GPU."""
@@ -105,7 +156,7 @@ class MuxCost:
 
     def attention_s(self, split: int, alone_s: float) -> float:
         """Decode attention on a split, from that on the whole GPU."""
-        return alone_s if split == FULL else alone_s * self._attention[split]
+        return alone_s if split == WHOLE_GPU else alone_s * self._attention[split]
 
     def exposed_s(self, sequences: int, gpu_s: float) -> float:
         """Host time that the GPU does not hide."""
@@ -134,16 +185,28 @@ class MuxCost:
         gpu_s = (linear[split] + head[split] + self.attention_s(split, alone_s)) * self.options.worst_slowdown
         return gpu_s + self.exposed_s(count, gpu_s)
 
-    def prefill_s(self, requests: Sequence[Request], split: int) -> PrefillTime:
-        """The rest of the prompts of `requests` in one batch, beside decode on a split or on the whole GPU."""
+    def batch_s(self, chunks: Sequence[PrefillChunk], split: int) -> PrefillTime:
+        """`prefill_s` of a batch, remembered for the last two: one that runs, and one that it preempted."""
+        if not self._priced or self._priced[0][0] is not chunks:
+            known = [pair for pair in self._priced if pair[0] is chunks]
+            others = [pair for pair in self._priced if pair[0] is not chunks]
+            self._priced = [*(known or [(chunks, {})]), *others[:1]]
+        times = self._priced[0][1]
+        time = times.get(split)
+        if time is None:
+            time = times[split] = self.prefill_s(chunks, split)
+        return time
+
+    def prefill_s(self, chunks: Sequence[PrefillChunk], split: int) -> PrefillTime:
+        """All layers of `chunks` in one batch, beside decode on a split or on the whole GPU."""
         part = self._prefill[split]
         tokens, attention_s = 0, 0.0
-        for request in requests:
-            tokens += request.remaining_prefill
-            attention_s += part.prefill_attention_s(request.remaining_prefill, request.prefilled)
-        linear_s, head_s = part.linear_s(tokens), part.head_s(len(requests))
+        for chunk in chunks:
+            tokens += chunk.tokens
+            attention_s += part.prefill_attention_s(chunk.tokens, chunk.start)
+        linear_s, head_s = part.linear_s(tokens), part.head_s(len(chunks))
         gpu_s = linear_s + attention_s + head_s
-        overhead_s = self.exposed_s(len(requests), gpu_s)
-        if split != FULL:
+        overhead_s = self.exposed_s(len(chunks), gpu_s)
+        if split != WHOLE_GPU:
             overhead_s += self.options.launch_overhead * gpu_s
         return PrefillTime(gpu_s + overhead_s, linear_s, attention_s, head_s, overhead_s)

@@ -16,10 +16,11 @@ import numpy as np
 from confsim.errors import InputError
 from confsim.kv.memory import COMMUNICATOR_BYTES, GRAPH_BYTES, MIB
 from confsim.kv.pools import InPlaceKv
-from confsim.run.model_backend import ModelBackendConfig
 from confsim.schemes.base import Instance, KvReport, Setup, group_kv
+from confsim.schemes.link import require_model_backend
 from confsim.schemes.mux_cost import OTHER_SLOWDOWN, WORST_SLOWDOWN, Contention, MuxCost, MuxOptions, decode_sms
-from confsim.schemes.mux_loops import MuxInstance, MuxLimits
+from confsim.schemes.mux_loops import MuxInstance
+from confsim.schemes.mux_prefill import MuxLimits
 
 CONTEXT_BYTES = 4 * MIB  # of a green context, by the paper
 CONTENTION_STREAM = 0x4D  # separates its draws from those of other purposes
@@ -69,17 +70,16 @@ class MuxWise:
         Raises:
             InputError: where another backend than the latency model is to time them, or the SMs do not split.
         """
-        if not isinstance(setup.backend, ModelBackendConfig):
-            raise InputError(f"scheme={self.name} runs two loops at once, which only backend=model can time")
+        require_model_backend(setup, self.name)
         worst = self._worst(setup)
         options = MuxOptions(setup.slo.target_s, worst, self.launch_overhead, self.async_schedule)
-        latency = setup.latency_of(setup.cluster.gpus, 1)
-        cost = MuxCost(latency, setup.latency.shares, setup.gpu, self._splits(setup), options)
-        kv = InPlaceKv(self.kv_report(setup).capacity_tokens, setup.kv, setup.entry_tokens)
-        limits = MuxLimits(self.max_batched_tokens, self._longest(setup), self.preempt_prefill)
         rng = np.random.default_rng([setup.seed, CONTENTION_STREAM, setup.instance])
         contention = Contention(worst, rng if self.contention == "sampled" else None)
-        return MuxInstance(setup, self.name, cost, kv, limits, contention)
+        latency, layers = setup.latency_of(setup.cluster.gpus, 1), setup.model.num_hidden_layers
+        cost = MuxCost(latency, setup.latency.shares, setup.gpu, self._splits(setup), layers, options, contention)
+        kv = InPlaceKv(self.kv_report(setup).capacity_tokens, setup.kv, setup.entry_tokens)
+        limits = MuxLimits(self.max_batched_tokens, self._longest(setup), self.preempt_prefill)
+        return MuxInstance(setup, self.name, cost, kv, limits)
 
     def kv_report(self, setup: Setup) -> KvReport:
         """One pool, less the decode graphs of every split, their contexts, and prefill's own communicator."""

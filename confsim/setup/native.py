@@ -32,9 +32,13 @@ MODULES = (
     "run.plan",
     "run.record",
     "run.request",
+    "run.serving",
+    "schemes.admission",
     "schemes.base",
     "schemes.cobatch",
     "schemes.cost",
+    "schemes.disagg.decode",
+    "schemes.disagg.prefill",
     "schemes.elastic.allocation",
     "schemes.elastic.batch",
     "schemes.elastic.batching",
@@ -50,6 +54,9 @@ MODULES = (
     "schemes.elastic.slots",
     "schemes.elastic.state",
     "schemes.fill",
+    "schemes.mux_cost",
+    "schemes.mux_loops",
+    "schemes.mux_prefill",
 )
 INTERPRETER = EXTENSION_SUFFIXES[0].split(".")[1]  # its version and platform, as extension modules are named
 

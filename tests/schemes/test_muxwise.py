@@ -12,7 +12,8 @@ from scheme_cases import LAW, column, loop_rows, replay, simulation
 from confsim.api import build, compose
 from confsim.errors import InputError
 from confsim.latency.share import SmShares
-from confsim.schemes.mux_cost import FULL, decode_sms
+from confsim.run.plan import WHOLE_GPU
+from confsim.schemes.mux_cost import decode_sms
 from confsim.schemes.muxwise import MuxWise
 from confsim.specs import GpuSpec
 
@@ -205,7 +206,7 @@ def test_host_time_is_hidden_or_exposed() -> None:
 
 
 def test_best_fit_on_the_whole_gpu_when_nothing_is_prefilled() -> None:
-    assert FULL == -1
+    assert WHOLE_GPU == -1
     result = replay(simulation(*SCHEME), [(0.0, 100, 50)])
     for row in loop_rows(result, "muxwise decode"):
         assert gap(row) == pytest.approx(Hand().decode(1, row["context_tokens"]))

@@ -12,6 +12,7 @@ from confsim.latency.affine import AffineLatencyConfig
 from confsim.outcome.result import Result
 from confsim.outcome.slo import Slo
 from confsim.policies import Policy
+from confsim.run.backend import Stepwise
 from confsim.run.engine import Simulation, Window
 from confsim.run.model_backend import Cost, ModelBackend, ModelBackendConfig, Noise
 from confsim.run.plan import IterationPlan, IterationTiming
@@ -163,8 +164,8 @@ class Planned:
     context: tuple[int, ...]
 
 
-class RecordingBackend:
-    """Times plans by the model and keeps them. It is no `ModelBackend`, so that every iteration is planned."""
+class RecordingBackend(Stepwise):
+    """Times plans by the model and keeps them, iteration by iteration."""
 
     def __init__(self, inner: ModelBackend, plans: list[Planned]) -> None:
         self._inner = inner

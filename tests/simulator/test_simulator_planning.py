@@ -11,12 +11,13 @@ from simulator_harness import SCHEMES, RecordingBackendConfig
 
 import confsim
 from confsim.policies.dispatch.waterfill import Dispatch as Waterfill
+from confsim.run.backend import Stepwise
 from confsim.run.model_backend import Cost, ModelBackend, Noise
 from confsim.run.plan import IterationPlan, IterationTiming
 
 
 @dataclass
-class Optimal:
+class Optimal(Stepwise):
     """A backend that checks of every plan which its budget ended that one token more would miss the target."""
 
     cost: Cost

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import simpy
+from mypy_extensions import mypyc_attr
 
 from confsim.kv.pools import BlockPool, PromptCopies
-from confsim.latency.base import LatencyModel
-from confsim.run.plan import IterationTiming
+from confsim.run.plan import IterationPlan, IterationTiming, PrefillChunk
 from confsim.run.request import Request, RequestState
+from confsim.run.serving import Bell
 from confsim.schemes.base import Setup
+from confsim.schemes.cost import CoBatchCost
 
 
+@mypyc_attr(native_class=False)
 @dataclass(frozen=True)
 class PrefillLimits:
     """A batch holds at most `max_batch` prompts of `max_batched_tokens` together; a longer prompt runs alone."""
@@ -23,8 +26,26 @@ class PrefillLimits:
     max_batched_tokens: int
 
 
+class PromptCost(CoBatchCost):
+    """Whole prompts on one TP group, where nothing decodes and nothing is exchanged."""
+
+    def timing(self, plan: IterationPlan) -> IterationTiming:
+        """Every term of a batch of prompts."""
+        latency, attention_s, tokens = self.latency, 0.0, 0
+        for chunk in plan.prefill:
+            tokens += chunk.tokens
+            attention_s += latency.prefill_attention_s(chunk.tokens, chunk.start)
+        linear_s, head_s = latency.linear_s(tokens), latency.head_s(len(plan.prefill))
+        gpu_s = linear_s + attention_s + head_s
+        overhead_s = self.exposed_s(self.host_s(0, len(plan.prefill)), gpu_s)
+        total_s = gpu_s + overhead_s
+        return IterationTiming(
+            total_s, linear_s, attention_s, 0.0, 0.0, head_s, overhead_s, predicted_s=total_s
+        )  # fmt: skip
+
+
 class PrefillWorker:
-    """One TP group that only prefills.
+    """One TP group that only prefills, group `index` of its instance.
 
     `hand_over` gets each request whose first token is out, with this worker; `complete` those that end with it.
     """
@@ -33,28 +54,30 @@ class PrefillWorker:
         self,
         setup: Setup,
         name: str,
-        latency: LatencyModel,
+        index: int,
+        cost: PromptCost,
         capacity_tokens: int,
         limits: PrefillLimits,
-        async_schedule: bool,
         hand_over: Callable[[Request, PrefillWorker], None],
         complete: Callable[[Request, float], None],
     ) -> None:
         self._env = setup.env
         self._ledger = setup.ledger
-        self._latency = latency
+        self._cost = cost
         self._limits = limits
-        self._async = async_schedule
         self._hand_over = hand_over
         self._complete = complete
+        self._ring = ((index,),)
         self.pool = BlockPool(capacity_tokens // setup.kv.block_tokens)
         entry_tokens = setup.entry_tokens if setup.kv.prefix_cache else 0
         self.copies = PromptCopies((self.pool,), setup.kv.block_tokens, entry_tokens)
         self._queue = setup.policy.new_order()
         self._track = setup.ledger.new_track(name, setup.instance)
-        self._noise = setup.noise(len(setup.ledger.tracks))
+        noise = setup.noise(len(setup.ledger.tracks))
+        self._backend = setup.backend.create(cost, noise, cost.latency.tp, cost.latency.sp, name)
         self._batch: list[Request] = []
-        self._wake: simpy.Event | None = None
+        self._released: list[int] = []  # requests that gave their KV up since the last plan
+        self._bell = Bell(setup.env)
 
     @property
     def waiting(self) -> int:
@@ -64,12 +87,12 @@ class PrefillWorker:
     def enqueue(self, request: Request) -> None:
         """Take a request."""
         self._queue.push(request)
-        self._rouse()
+        self._bell.ring()
 
     def pulled(self, request: Request) -> None:
         """A decode worker has the KV: give up this copy (it stays in the prefix cache)."""
-        self.copies.release(request)
-        self._rouse()
+        self._release(request)
+        self._bell.ring()
 
     def audit(self) -> None:
         """Recount the pool."""
@@ -78,41 +101,31 @@ class PrefillWorker:
         assert pool.free >= 0 and pool.held >= 0 and pool.cached >= 0
         assert pool.held == self.copies.held_units(), (pool.held, self.copies.held_units())
 
-    def predict_s(self, request: Request) -> float:
-        """Prefilling a request alone."""
-        return self._timing([request]).duration_s
-
-    def _rouse(self) -> None:
-        if self._wake is not None and not self._wake.triggered:
-            self._wake.succeed()
-
     def run(self) -> Generator[simpy.Event, Any, None]:
         """The worker's loop, a SimPy process."""
         env = self._env
         while True:
-            self._batch = self._next_batch()
+            self._batch = self._admit()
             if not self._batch:
-                self._wake = env.event()
-                yield self._wake
+                yield self._bell.wait()
                 continue
             start_s = env.now
-            timing = self._timing(self._batch)
-            if self._noise.std:
-                timing = timing._replace(duration_s=timing.duration_s * self._noise.factor())
-            tokens = sum(request.remaining_prefill for request in self._batch)
+            plan = self._plan(self._batch)
+            self._backend.submit(plan)
+            timing = self._backend.result()
             yield env.timeout(timing.duration_s)
             self._track.iteration(
-                start_s, env.now, timing, (tokens,), (0,), len(self._queue), self.pool.held, 0
+                start_s, env.now, timing, plan.shards(1), (0,), len(self._queue), self.pool.held, 0
             )  # fmt: skip
             for request in self._batch:
                 self._finish(request)
 
-    def _next_batch(self) -> list[Request]:
+    def _admit(self) -> list[Request]:
         """Prompts in queue order until one does not fit."""
         batch: list[Request] = []
         tokens = 0
         while len(batch) < self._limits.max_batch:
-            request = self._queue.pop(self._env.now, self.predict_s)
+            request = self._queue.pop(self._env.now, self._predict_s)
             if request is None:
                 break
             if not self.copies.start(request, request.target_tokens):
@@ -128,21 +141,19 @@ class PrefillWorker:
             batch.append(request)
         return batch
 
-    def _timing(self, batch: list[Request]) -> IterationTiming:
-        latency = self._latency
-        linear_s = latency.linear_s(sum(request.remaining_prefill for request in batch))
-        attention_s = 0.0
-        for request in batch:
-            attention_s += latency.prefill_attention_s(request.remaining_prefill, request.prefilled)
-        head_s = latency.head_s(len(batch))
-        gpu_s = linear_s + attention_s + head_s
-        overhead_s = latency.overhead_s(len(batch))
-        if self._async:
-            overhead_s = max(0.0, overhead_s - gpu_s)
-        duration_s = gpu_s + overhead_s
-        return IterationTiming(
-            duration_s, linear_s, attention_s, 0.0, 0.0, head_s, overhead_s, predicted_s=duration_s
-        )  # fmt: skip
+    def _predict_s(self, request: Request) -> float:
+        """Prefilling a request alone."""
+        return self._cost.timing(self._price([request])).duration_s
+
+    def _price(self, batch: Sequence[Request], released: tuple[int, ...] = ()) -> IterationPlan:
+        """The rest of every prompt of a batch in one iteration."""
+        chunks = tuple([PrefillChunk(one, one.prefilled, (one.remaining_prefill,), last=True) for one in batch])
+        return IterationPlan(chunks, (), released, rings=self._ring)
+
+    def _plan(self, batch: Sequence[Request]) -> IterationPlan:
+        released = tuple(self._released)
+        self._released.clear()
+        return self._price(batch, released)
 
     def _finish(self, request: Request) -> None:
         request.prefilled = request.target_tokens
@@ -152,5 +163,9 @@ class PrefillWorker:
             request.move_to(RequestState.TRANSFER)
             self._hand_over(request, self)
             return
-        self.copies.release(request)
+        self._release(request)
         self._complete(request, self._env.now)
+
+    def _release(self, request: Request) -> None:
+        self.copies.release(request)
+        self._released.append(request.id)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from confsim.run.backend import Backend
 from confsim.run.ledger import Ledger
-from confsim.run.model_backend import Noise
 from confsim.run.plan import DecodeBatch, IterationPlan
 from confsim.run.record import Track
 from confsim.run.request import Request
@@ -16,11 +15,10 @@ from confsim.run.request import Request
 class Strand:
     """Batches that decode in lockstep: one clock, one timeline."""
 
-    def __init__(self, ledger: Ledger, name: str, instance: int, backend: Backend, noise: Noise) -> None:
+    def __init__(self, ledger: Ledger, name: str, instance: int, backend: Backend) -> None:
         self.loop = ledger.new_loop(1, 1)
         self.track: Track = ledger.new_track(name, instance)
         self.backend = backend
-        self.noise = noise
         self.batches: list[Batch] = []
         self.unfinished = 0  # iterations whose slots are taken and that are not in the timeline yet
 

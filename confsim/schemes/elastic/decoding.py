@@ -7,8 +7,7 @@ from typing import Any
 
 import simpy
 
-from confsim.run.plan import IterationPlan, IterationTiming
-from confsim.run.record import DecodeRun
+from confsim.run.plan import DecodeRun, IterationPlan
 from confsim.run.request import Request
 from confsim.schemes.elastic.batch import Batch, Strand
 from confsim.schemes.elastic.state import State
@@ -31,9 +30,9 @@ class Decodes:
         for batch in strand.batches:
             steps = min(steps, state.slots.steps_of(batch))
         plan = strand.plan(state.take_released())
-        run, first = state.cost.decode_run(plan, start_s, until_s, steps, strand.noise)
+        run = strand.backend.run_ahead(plan, start_s, until_s, steps)
         ends = run.ends_s
-        self._record(strand, plan, run, first, start_s)
+        self._record(strand, plan, run, start_s)
         for batch in strand.batches:
             state.slots.grow(batch, len(ends))
         strand.loop.advance(ends[:-1])
@@ -51,18 +50,13 @@ class Decodes:
             released += release(strand, batch)
         return released
 
-    def _record(
-        self, strand: Strand, plan: IterationPlan, run: DecodeRun, first: IterationTiming, start_s: float
-    ) -> None:
+    def _record(self, strand: Strand, plan: IterationPlan, run: DecodeRun, start_s: float) -> None:
         state = self._state
         counts = [0] * state.instances
         for share in plan.decode:
             counts[share.group] += share.count
         context = strand.loop.batches[0].context_tokens
-        strand.track.run(
-            start_s, run, first.linear_s, first.head_s, tuple(counts), len(state.queue), state.used_blocks(),
-            context, communication_s=first.communication_s,
-        )  # fmt: skip
+        strand.track.run(start_s, run, tuple(counts), len(state.queue), state.used_blocks(), context)
 
 
 def release(strand: Strand, batch: Batch) -> list[int]:

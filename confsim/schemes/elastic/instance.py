@@ -66,9 +66,9 @@ class ElasticInstance(Instance):
         self.spawn(self._run())
 
     def _new_strand(self, name: str, stream: int) -> Strand:
-        latency, noise = self.cost.latency, self.setup.noise(stream)
-        backend = self.setup.backend.create(self.cost, noise, latency.tp, latency.sp, name)
-        return Strand(self.ledger, name, self.setup.instance, backend, noise)
+        latency = self.cost.latency
+        backend = self.setup.backend.create(self.cost, self.setup.noise(stream), latency.tp, latency.sp, name)
+        return Strand(self.ledger, name, self.setup.instance, backend)
 
     # The loop
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from mypy_extensions import mypyc_attr
 
 from confsim.latency.base import LatencyModel
-from confsim.run.model_backend import Noise
-from confsim.run.plan import DecodeBatch, IterationPlan, IterationTiming
-from confsim.run.record import DecodeRun
+from confsim.run.model_backend import Clock
+from confsim.run.plan import DecodeBatch, DecodeRun, IterationPlan, IterationTiming
 from confsim.schemes.base import Setup
 from confsim.schemes.link import KvLink
 
@@ -77,32 +76,24 @@ class RingCost:
             total_s, linear_s, degree * step_s, 0.0, (degree - 1) * send_s, head_s, overhead_s, predicted_s=total_s
         )
 
-    def decode_run(
-        self, plan: IterationPlan, start_s: float, until_s: float, steps: int, noise: Noise
-    ) -> tuple[DecodeRun, IterationTiming]:
-        """Up to `steps` iterations of a plan's decodes, and the parts of the first.
-
-        The last one starts before `until_s`, or is the first; the run is cut where the latency model bends.
-        """
+    def decode_run(self, plan: IterationPlan, clock: Clock) -> DecodeRun:
+        """Iterations of a plan's decodes until `clock` ends them or the latency model bends; the first one's parts."""
         decodes = self._decodes(plan)
-        for one in decodes:
-            steps = min(steps, one.steps)
-        ends: list[float] = []
+        steps = min([one.steps for one in decodes])
         attention: list[float] = []
-        elapsed_s = 0.0
         for step in range(max(1, steps)):
             longest_s = slowest_s = 0.0
             for one in decodes:
                 attention_s = one.attention_s(step)
                 longest_s = max(longest_s, attention_s)
                 slowest_s = max(slowest_s, one.seconds(attention_s))
-            elapsed_s += slowest_s * noise.factor()
             attention.append(longest_s)
-            ends.append(start_s + elapsed_s)
-            if ends[-1] >= until_s:
+            if clock.tick_from_start(slowest_s):
                 break
         first = self._step(decodes)
-        return DecodeRun(ends, attention, first.overhead_s, False, noise), first
+        return DecodeRun(
+            clock.ends_s, attention, first.overhead_s, False, first.linear_s, first.head_s, first.communication_s
+        )
 
     def _decodes(self, plan: IterationPlan) -> list[_RingDecode]:
         out: list[_RingDecode] = []
