@@ -7,6 +7,7 @@ from typing import Any
 
 import simpy
 
+from confsim.run.backend import Backend
 from confsim.run.plan import DecodeRun, IterationPlan
 from confsim.run.request import Request
 from confsim.schemes.elastic.batch import Batch, Strand
@@ -30,7 +31,7 @@ class Decodes:
         for batch in strand.batches:
             steps = min(steps, state.slots.steps_of(batch))
         plan = strand.plan(state.take_released())
-        run = strand.backend.run_ahead(plan, start_s, until_s, steps)
+        run = self._timed(strand.backend, plan, until_s, steps)
         ends = run.ends_s
         self._record(strand, plan, run, start_s)
         for batch in strand.batches:
@@ -49,6 +50,18 @@ class Decodes:
         for batch in touched:
             released += release(strand, batch)
         return released
+
+    def _timed(self, backend: Backend, plan: IterationPlan, until_s: float, steps: int) -> DecodeRun:
+        """Iterations of a plan's decodes: as many as the backend looks ahead to, or one."""
+        now_s = self._state.env.now
+        if backend.can_run_ahead:
+            return backend.run_ahead(plan, now_s, until_s, steps)
+        backend.submit(plan)
+        one = backend.result()
+        return DecodeRun(
+            [now_s + one.duration_s], [one.decode_attention_s], one.overhead_s, False, one.linear_s, one.head_s,
+            one.communication_s,
+        )  # fmt: skip
 
     def _record(self, strand: Strand, plan: IterationPlan, run: DecodeRun, start_s: float) -> None:
         state = self._state

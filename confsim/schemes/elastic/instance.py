@@ -12,6 +12,7 @@ from mypy_extensions import mypyc_attr
 
 from confsim.kv.pools import BlockPool
 from confsim.run.request import Request
+from confsim.run.serving import Bell
 from confsim.schemes.base import Instance, Setup
 from confsim.schemes.elastic.allocation import Allocation
 from confsim.schemes.elastic.batch import Batch, Strand
@@ -60,15 +61,15 @@ class ElasticInstance(Instance):
         self._prefilling = Prefills(self.state, options.split_batches, self._finish)
         self._decoding = Decodes(self.state, self._finish)
         self._steps_since = 0  # decode iterations since the last macro-iteration
-        self._wake: simpy.Event | None = None
+        self._bell = Bell(self.env)
         self._macro: MacroIteration | None = None
         self._macros = 0
         self.spawn(self._run())
 
     def _new_strand(self, name: str, stream: int) -> Strand:
-        latency = self.cost.latency
-        backend = self.setup.backend.create(self.cost, self.setup.noise(stream), latency.tp, latency.sp, name)
-        return Strand(self.ledger, name, self.setup.instance, backend)
+        setup, latency = self.setup, self.cost.latency
+        backend = setup.backend.create(self.cost, setup.noise(stream), latency.tp, latency.sp, name)
+        return Strand(self.ledger, name, setup.instance, backend)
 
     # The loop
 
@@ -83,8 +84,7 @@ class ElasticInstance(Instance):
                     yield from self._macro_iteration(chosen)
                     continue
                 if idle:
-                    self._wake = self.env.event()
-                    yield self._wake
+                    yield self._bell.wait()
                     continue
             if self._masters.prepare(main, state.idle_instances()):
                 before = main.step
@@ -172,11 +172,7 @@ class ElasticInstance(Instance):
     def enqueue(self, request: Request) -> None:
         """Queue a request and wake the loop if it is idle."""
         self.state.queue.push(request)
-        self._rouse()
-
-    def _rouse(self) -> None:
-        if self._wake is not None and not self._wake.triggered:
-            self._wake.succeed()
+        self._bell.ring()
 
     def preload(self, request: Request, gpu: int) -> bool:
         """Let a request decode on the instance of a GPU, as if its prompt had just been prefilled there."""
@@ -190,7 +186,7 @@ class ElasticInstance(Instance):
         if batch.strand is not None:
             batch.strand.loop.join(request, 0, self.ledger.oracle.left(request))
             slots.held[request.id].since = batch.strand.step
-        self._rouse()
+        self._bell.ring()
         return True
 
     def _batch_on(self, index: int) -> Batch:

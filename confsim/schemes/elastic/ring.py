@@ -77,18 +77,21 @@ class RingCost:
         )
 
     def decode_run(self, plan: IterationPlan, clock: Clock) -> DecodeRun:
-        """Iterations of a plan's decodes until `clock` ends them or the latency model bends; the first one's parts."""
+        """Iterations of a plan's decodes until `clock` ends them or the latency model bends."""
         decodes = self._decodes(plan)
-        steps = min([one.steps for one in decodes])
+        steps = decodes[0].steps
+        for one in decodes:
+            steps = min(steps, one.steps)
         attention: list[float] = []
-        for step in range(max(1, steps)):
+        while True:
+            step = len(attention)
             longest_s = slowest_s = 0.0
             for one in decodes:
                 attention_s = one.attention_s(step)
                 longest_s = max(longest_s, attention_s)
                 slowest_s = max(slowest_s, one.seconds(attention_s))
             attention.append(longest_s)
-            if clock.tick_from_start(slowest_s):
+            if clock.tick_from_start(slowest_s) or step + 1 >= steps:
                 break
         first = self._step(decodes)
         return DecodeRun(
