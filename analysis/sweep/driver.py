@@ -21,11 +21,11 @@ import pyarrow as pa
 from rich.console import Console
 
 from analysis.identity import Identifier
-from analysis.sweep.expand import Grid
+from analysis.sweep.expand import Grid, SweepRun
 from analysis.sweep.folder import PLAN, TABLE, TRACEBACK, SweepFolder, failure_of
 from analysis.sweep.launch import Launcher
 from analysis.sweep.progress import Progress
-from analysis.sweep.session import Orders, PlannedRun, Session
+from analysis.sweep.session import Session
 from analysis.sweep.table import build_table
 from confsim.errors import InputError
 from confsim.outcome.result import write_json, write_table
@@ -72,15 +72,14 @@ class Sweep:
         """Without a console nothing is said.
 
         Raises:
-            InputError: for a number of workers that cannot be.
+            InputError: for a launcher or a number of workers that cannot be.
         """
         workers = grid.option("sweep.workers", None)
         if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 1):
             raise InputError(f"sweep.workers={workers}: use 1 or more, or null for as many as the launcher can run")
-        index = Path(str(grid.option("output.dir", "outputs"))).absolute() / INDEX
         self.grid = grid
-        self.folder = SweepFolder(grid.folder, index)
-        self.launcher = Launcher(grid.hydra, workers)
+        self.folder = SweepFolder(grid.folder, Path(str(grid.option("output.dir", "outputs"))).absolute() / INDEX)
+        self.launcher = Launcher(grid.hydra, grid.folder, workers)
         self._console = console
         self._full = False
 
@@ -88,18 +87,16 @@ class Sweep:
         """Run what is missing.
 
         Raises:
-            InputError: for a launcher that does not exist, or a folder that cannot be written or another sweep uses.
+            InputError: for a folder that cannot be written, or that another sweep writes to.
         """
-        self.capacity = self.launcher.check(self.folder.path)
+        runs = self.grid.runs
         with self.folder.alone(), interruptible():
             self._tidy()
-            plan, runs = self._plan()
-            resume = bool(self.grid.option("resume", True))
-            todo = [run for run in {run.id: run for run in runs[::-1]}.values() if not self._kept(run, resume)][::-1]
-            reused = len({run.id for run in runs}) - len(todo)
-            absent = {run.id for run in todo}
+            plan = self._plan()
+            todo = self._missing()
             self.progress = Progress(self.folder, todo, len(runs), self._console)
-            self._announce(len(runs), len(todo), sum(run.id not in absent for run in runs))
+            absent = {run.id for run in todo}
+            self._announce(len(todo), sum(run.id not in absent for run in runs))
             interrupted = False
             try:
                 self._rounds(todo)
@@ -108,7 +105,7 @@ class Sweep:
                 self._tidy()  # a worker that is interrupted twice leaves the run that it was writing
             finally:
                 self.progress.close()
-            return self._outcome(plan, runs, reused, interrupted)
+            return self._outcome(plan, len({run.id for run in runs} - absent), interrupted)
 
     def _tidy(self) -> None:
         """End workers of a sweep of this folder whose parent is gone, and remove what was half-written."""
@@ -117,63 +114,63 @@ class Sweep:
                 Session(path).end()
         self.folder.clean()
 
-    def _plan(self) -> tuple[dict[str, Any], list[PlannedRun]]:
-        """The content of sweep.json, and the runs."""
+    def _plan(self) -> dict[str, Any]:
+        """Name the runs and write sweep.json; returns its content."""
         identify = Identifier()
-        runs = []
-        for number, point in enumerate(self.grid.points):
-            identity = identify(self.grid.command, point.config)
-            runs.append(PlannedRun(number, identity.id, point.text, point.config, identity.parts, point.mistake))
+        for number, run in enumerate(self.grid.runs):
+            identity = identify(self.grid.command, run.config)
+            run.number, run.id, run.identity = number, identity.id, identity.parts
         entries = [
-            {"run": run.number, "id": run.id, "axes": point.axes, "choices": point.choices, "text": point.text}
-            for run, point in zip(runs, self.grid.points, strict=True)
+            {"run": run.number, "id": run.id, "axes": run.axes, "choices": run.choices, "text": run.text}
+            for run in self.grid.runs
         ]
         shared = {"command": self.grid.command, "overrides": list(self.grid.common), "axes": self.grid.axes}
-        plan = {"kind": "sweep", **shared, "planned": len(runs), "runs": entries}
+        plan = {"kind": "sweep", **shared, "planned": len(entries), "runs": entries}
         write_json(self.folder.path / PLAN, plan)
-        return plan, runs
+        return plan
 
-    def _kept(self, run: PlannedRun, resume: bool) -> bool:
-        if not resume:
-            self.folder.forget(run.id)
-        return resume and self.folder.keep(run.id)
+    def _missing(self) -> list[SweepRun]:
+        """The first run of each identity that has no whole result here or in another sweep."""
+        if not self.grid.option("resume", True):
+            for run in self.grid.runs:
+                self.folder.forget(run.id)
+        first = {run.id: run for run in reversed(self.grid.runs)}
+        kept = {name for name in first if self.grid.option("resume", True) and self.folder.keep(name)}
+        return [run for run in self.grid.runs if first[run.id] is run and run.id not in kept]
 
-    def _announce(self, planned: int, missing: int, present: int) -> None:
+    def _announce(self, missing: int, present: int) -> None:
         if self._console is None:
             return
+        planned, workers = len(self.grid.runs), self.launcher.count(missing)
         text = f"{planned} run{'s' if planned != 1 else ''} planned"
-        if present:
-            text += f", {present} there already"
-        if missing:
-            workers = self.launcher.count(missing, self.capacity)
-            text += f", {workers} worker{'s' if workers != 1 else ''} ({self.capacity.name})"
+        text += f", {present} there already" if present else ""
+        text += f", {workers} worker{'s' if workers != 1 else ''} ({self.launcher.name})" if missing else ""
         self._console.print(f"{text}: {self.folder.path}", markup=False, highlight=False)
 
-    def _rounds(self, todo: Sequence[PlannedRun]) -> None:
-        suspects: set[str] = set()  # runs that were lost with a worker
+    def _rounds(self, todo: list[SweepRun]) -> None:
+        suspects: list[SweepRun] = []  # runs that were lost with a worker
         while todo and not self._full:
-            batch = [run for run in todo if run.id not in suspects] or todo[:1]
+            batch = [run for run in todo if run not in suspects] or todo[:1]
             error, claimed = self._round(batch)
             if not claimed and not self._full:
                 cause = one_line(str(error)) if error is not None else "none took a run"
-                raise InputError(f"hydra/launcher={self.capacity.name}: no worker started: {cause}") from error
-            todo = [run for run in todo if self.folder.state(run.id) == "missing"]
-            lost = [run for run in batch if run in todo and run.number in claimed]
+                raise InputError(f"hydra/launcher={self.launcher.name}: no worker started: {cause}") from error
+            lost = [run for run in batch if run.number in claimed and self.folder.state(run.id) == "missing"]
             if len(batch) == 1 and lost and not self._full:
                 self._give_up(lost[0], error)
-                todo = [run for run in todo if run is not lost[0]]
-            suspects |= {run.id for run in lost}
+            suspects += lost
+            todo = [run for run in todo if self.folder.state(run.id) == "missing"]
 
-    def _round(self, batch: Sequence[PlannedRun]) -> tuple[Exception | None, set[int]]:
+    def _round(self, batch: Sequence[SweepRun]) -> tuple[Exception | None, set[int]]:
         """Launch workers on some runs; returns what the launcher raised, and the runs that were taken."""
-        owner = None if self.capacity.detached else (socket.gethostname(), os.getpid())
-        session = Session.create(self.folder.work, Orders(self.grid.command, str(self.folder.index), owner), batch)
+        owner = None if self.launcher.detached else (socket.gethostname(), os.getpid())
+        about = {"command": self.grid.command, "index": str(self.folder.index), "owner": owner}
+        session = Session.create(self.folder.work, about, batch)
         error: Exception | None = None
         try:
             with self.progress.following(session):
                 try:
-                    workers = self.launcher.count(len(batch), self.capacity)
-                    self._full = any(self.launcher.launch(self.folder.path, session.path, workers))
+                    self._full = any(self.launcher.launch(session.path, len(batch)))
                 except InputError:
                     raise
                 except Exception as failure:
@@ -183,24 +180,14 @@ class Sweep:
         finally:
             session.end()
 
-    def _give_up(self, run: PlannedRun, error: Exception | None) -> None:
+    def _give_up(self, run: SweepRun, error: Exception | None) -> None:
         cause = f" ({type(error).__name__})" if error is not None else ""
         message = f"its worker died twice{cause}: killed, out of memory, or ended by os._exit"
         about = {"command": self.grid.command, "text": run.text, "identity": run.identity, "config": run.config}
         self.folder.fail(run.id, {**about, "error": message, "mistake": False}, f"{message}\n{error}\n")
         self.progress.look({run.number})
 
-    def _outcome(
-        self, plan: dict[str, Any], runs: Sequence[PlannedRun], reused: int, interrupted: bool
-    ) -> SweepOutcome:
-        failures = []
-        for run in runs:
-            folder = self.folder.run(run.id)
-            record = failure_of(folder)
-            if record is not None:
-                mistake = bool(record.get("mistake"))
-                failures.append(FailedRun(run.text, str(record.get("error")), folder / TRACEBACK, mistake))
-        present = sum(self.folder.state(run.id) == "done" for run in runs)
+    def _outcome(self, plan: dict[str, Any], reused: int, interrupted: bool) -> SweepOutcome:
         table = build_table(self.folder, plan)
         try:
             write_table(self.folder.path / TABLE, table)
@@ -210,9 +197,16 @@ class Sweep:
             self._full = True
         if not interrupted and not self._full:
             shutil.rmtree(self.folder.work, ignore_errors=True)
-        found = tuple(failures)
-        best = self.progress.best
-        return SweepOutcome(self.folder.path, len(runs), present, reused, found, table, interrupted, self._full, best)
+        failures = []
+        for run in self.grid.runs:
+            path = self.folder.run(run.id)
+            if (record := failure_of(path)) is not None:
+                failures.append(FailedRun(run.text, str(record["error"]), path / TRACEBACK, bool(record["mistake"])))
+        present = sum(self.folder.state(run.id) == "done" for run in self.grid.runs)
+        counts = len(self.grid.runs), present, reused
+        return SweepOutcome(
+            self.folder.path, *counts, tuple(failures), table, interrupted, self._full, self.progress.best
+        )
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,21 @@ SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 ALL_SCHEMES = "per_scheme.all."  # how `goodput` keeps scheme.KEY
 
 
-@dataclass(frozen=True)
-class Point:
-    """One run. `axes` has its value on each axis (a group's is the name of the choice); `mistake` is the user's."""
+@dataclass
+class SweepRun:
+    """One run. `axes` has its value on each axis (a group's is the name of the choice); `mistake` is the user's.
+
+    `number`, `id` and what that is made of (`identity`) are set when the sweep is planned.
+    """
 
     axes: dict[str, Any]
     text: str
     config: dict[str, Any]
     choices: dict[str, str]
     mistake: str | None = None
+    number: int = 0
+    id: str = ""
+    identity: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -42,11 +48,11 @@ class Grid:
     common: tuple[str, ...]
     hydra: tuple[str, ...]  # overrides of Hydra itself: launcher and its options
     axes: dict[str, list[Any]]
-    points: tuple[Point, ...]
+    runs: tuple[SweepRun, ...]
 
     def option(self, key: str, default: Any) -> Any:
         """A setting of the sweep itself, which is the same for every run."""
-        value: Any = self.points[0].config
+        value: Any = self.runs[0].config
         for part in key.split("."):
             value = value.get(part) if isinstance(value, dict) else None
         return default if value is None else value
@@ -92,14 +98,14 @@ class _Expansion:
         }  # of a key the last word counts
         swept = {key: axis_name(self._parse(word).key_or_group) for key, word in last.items()
                  if self._parse(word).is_sweep_override()}  # fmt: skip
-        combinations = itertools.product(*map(self._values, last.values()))
-        points = tuple(self._point(combination, swept) for combination in combinations)
+        spread = itertools.product(*(self._values(word) for word in last.values()))
+        runs = tuple(self._run([self._parse(word) for word in words], swept) for words in spread)
         axes: dict[str, list[Any]] = {name: [] for name in swept.values()}
-        for name, value in itertools.chain.from_iterable(point.axes.items() for point in points):
+        for name, value in itertools.chain.from_iterable(run.axes.items() for run in runs):
             if value not in axes[name]:
                 axes[name].append(value)
         folder = Path(str(master.hydra.sweep.dir)).absolute()
-        return Grid(self._command, folder, tuple(fixed), tuple(hydra), axes, points)
+        return Grid(self._command, folder, tuple(fixed), tuple(hydra), axes, runs)
 
     def _values(self, word: str) -> list[str]:
         """The override of each value, as Hydra's basic sweeper spreads it out."""
@@ -124,30 +130,28 @@ class _Expansion:
 
         return hydra.compose(config_name=self._command, overrides=list(words), return_hydra_config=True)
 
-    def _point(self, words: Sequence[str], swept: Mapping[str, str]) -> Point:
-        items = [self._parse(word) for word in words]
-        cfg, choices = self._configure(words, items)
+    def _run(self, items: list[Any], swept: Mapping[str, str]) -> SweepRun:
+        cfg, choices = self._configure(items)
         own = [(swept[item.get_key_element()], item) for item in items if item.get_key_element() in swept]
         text = " ".join(f"{name}={item.get_value_element_as_str()}" for name, item in own)
         resolved: Any = OmegaConf.to_container(cfg, resolve=True)
         axes = {name: plain(item.value()) for name, item in own}
-        return Point(axes, text, resolved, choices, self._mistake(cfg, words, items))
+        return SweepRun(axes, text, resolved, choices, self._mistake(cfg, items))
 
-    def _configure(self, words: Sequence[str], items: list[Any]) -> tuple[DictConfig, dict[str, str]]:
+    def _configure(self, items: list[Any]) -> tuple[DictConfig, dict[str, str]]:
         values = [item for item in items if item.key_or_group not in self._groups]
-        if any(item.is_delete() or item.is_add() or item.package is not None for item in values):
-            return self._split(self._compose(words))
-        key = (*self._choices(words, items), *(item.get_key_element() for item in values))
-        if key not in self._bases or any(isinstance(item.value(), dict) for item in values):
-            self._bases[key] = self._split(self._compose(words))
+        key = (*self._choices(items), *(item.get_key_element() for item in values))
+        is_odd = any(item.is_delete() or item.is_add() or item.package is not None for item in values)
+        if is_odd or key not in self._bases or any(isinstance(item.value(), dict) for item in values):
+            self._bases[key] = self._split(self._compose([item.input_line for item in items]))
             return self._bases[key]
         cfg, choices = self._bases[key]
         for item in values:  # every run of this key sets the same keys, so nothing is left of the one before
             OmegaConf.update(cfg, item.key_or_group, item.value(), merge=True, force_add=item.is_force_add())
         return cfg, choices
 
-    def _choices(self, words: Sequence[str], items: list[Any]) -> tuple[str, ...]:
-        return tuple(word for word, item in zip(words, items, strict=True) if item.key_or_group in self._groups)
+    def _choices(self, items: list[Any]) -> tuple[str, ...]:
+        return tuple(item.input_line for item in items if item.key_or_group in self._groups)
 
     def _split(self, cfg: DictConfig) -> tuple[DictConfig, dict[str, str]]:
         chosen = cfg.hydra.runtime.choices
@@ -156,12 +160,11 @@ class _Expansion:
         OmegaConf.set_struct(own, True)
         return own, choices
 
-    def _mistake(self, cfg: DictConfig, words: Sequence[str], items: list[Any]) -> str | None:
+    def _mistake(self, cfg: DictConfig, items: list[Any]) -> str | None:
         """What `check` says of the run: kept with it, since the other runs may be right."""
         mistake = _complaint(cfg, (), self._command)
-        choice = self._choices(words, items)
-        for word in (word for word, item in zip(words, items, strict=True) if "." in item.key_or_group):
-            key = (*choice, word)
+        for item in (item for item in items if "." in item.key_or_group):
+            key = (*self._choices(items), item.input_line)
             if mistake is None and key not in self._checked:
                 self._checked[key] = _complaint(cfg, key, self._command)
             mistake = mistake or self._checked[key]
@@ -212,11 +215,11 @@ def expand_config(
     for key, value in own.items():
         OmegaConf.update(base, key, value)
     combinations = itertools.product(*axes.values())
-    points = tuple(_set(base, dict(zip(axes, values, strict=True)), command) for values in combinations)
-    return Grid(command, folder, (), tuple(hydra), {key: list(values) for key, values in axes.items()}, points)
+    runs = tuple(_set(base, dict(zip(axes, values, strict=True)), command) for values in combinations)
+    return Grid(command, folder, (), tuple(hydra), {key: list(values) for key, values in axes.items()}, runs)
 
 
-def _set(base: DictConfig, chosen: dict[str, Any], command: str) -> Point:
+def _set(base: DictConfig, chosen: dict[str, Any], command: str) -> SweepRun:
     """The run of a configuration with some values set, groups first."""
     cfg = base.copy()
     known = groups()
@@ -234,4 +237,4 @@ def _set(base: DictConfig, chosen: dict[str, Any], command: str) -> Point:
     except config_errors() as error:
         raise InputError(explain(error)) from error
     text = " ".join(f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in chosen.items())
-    return Point(chosen, text, config, choices, mistake)
+    return SweepRun(chosen, text, config, choices, mistake)

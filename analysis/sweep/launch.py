@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -21,45 +20,33 @@ OURS = "confsim_"  # files conf/hydra/launcher/confsim_NAME.yaml stand for hydra
 EXTRAS = {"hydra_joblib_launcher": "joblib", "hydra_submitit_launcher": "slurm", "hydra_ray_launcher": "ray"}
 
 
-@dataclass(frozen=True)
-class Capacity:
-    """`workers` that can run at once; `detached`: on other machines, where they may outlive this process."""
-
-    name: str
-    workers: int
-    detached: bool = False
-
-
-@dataclass(frozen=True)
 class Launcher:
-    """A launcher by the overrides of the command line (`hydra/launcher=...`, `hydra.launcher....`)."""
+    """A launcher by the overrides of the command line (`hydra/launcher=...`, `hydra.launcher....`).
 
-    overrides: tuple[str, ...] = ()
-    workers: int | None = None
+    `workers` can run at once; if `detached`, on other machines, where they may outlive this process.
+    """
 
-    def check(self, folder: Path) -> Capacity:
-        """What the launcher can run.
+    def __init__(self, overrides: Sequence[str], folder: Path, workers: int | None = None) -> None:
+        """`workers` replaces the number that the launcher can run.
 
         Raises:
             InputError: for a launcher or option that does not exist, or one that is not installed.
         """
         from hydra.core.plugins import Plugins
 
+        self._overrides, self._folder = overrides, folder
         with fresh_hydra(WORKER_CONFIG):
-            launcher = self._compose(folder, Path("unused")).hydra.launcher
-            target = str(launcher._target_)
+            options = self._compose(Path("unused")).hydra.launcher
+            target = str(options._target_)
             if target not in Plugins.instance().class_name_to_class:
                 extra = next((extra for name, extra in EXTRAS.items() if name in target), None)
                 fix = f"pip install 'confsim[{extra}]'" if extra else "install its package"
                 raise InputError(f"{GROUP}: {target.rpartition('.')[2]} is not installed here: {fix}")
-            return _capacity(target, launcher)
+        self.name, capacity, self.detached = _capacity(target, options)
+        self.workers = workers or capacity
 
-    def count(self, runs: int, capacity: Capacity) -> int:
-        """Workers to start for so many runs."""
-        return max(1, min(runs, self.workers or capacity.workers))
-
-    def launch(self, folder: Path, session: Path, workers: int) -> list[Any]:
-        """Run workers until they end; returns what each returns.
+    def launch(self, session: Path, runs: int) -> list[Any]:
+        """Run workers for so many runs until they end; returns what each returns.
 
         Raises:
             Exception: what the launcher raises when a worker dies.
@@ -74,23 +61,27 @@ class Launcher:
         with fresh_hydra(WORKER_CONFIG):
             from hydra._internal.callbacks import Callbacks
 
-            cfg = self._compose(folder, session)
+            cfg = self._compose(session)
             context = HydraContext(config_loader=GlobalHydra.instance().config_loader(), callbacks=Callbacks(cfg))
             launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=work, config=cfg)
-            jobs = [[*cfg.hydra.overrides.task, f"worker={number}"] for number in range(workers)]
+            jobs = [[*cfg.hydra.overrides.task, f"worker={number}"] for number in range(self.count(runs))]
             done = launcher.launch(jobs, initial_job_idx=0)
         for job in done:
             if job.status == JobStatus.FAILED:
                 raise job._return_value
         return [job.return_value for job in done]
 
-    def _compose(self, folder: Path, session: Path) -> Any:
+    def count(self, runs: int) -> int:
+        """Workers to start for so many runs."""
+        return max(1, min(runs, self.workers))
+
+    def _compose(self, session: Path) -> Any:
         from hydra.core.global_hydra import GlobalHydra
         from hydra.types import RunMode
 
         sweeper = ("hydra.sweep", "hydra/sweep")
-        own = [_ours(word) for word in self.overrides if not word.lstrip("+~").startswith(sweeper)]
-        places = {"hydra.sweep.dir": folder, "folder": folder, "session": session}
+        own = [_ours(word) for word in self._overrides if not word.lstrip("+~").startswith(sweeper)]
+        places = {"hydra.sweep.dir": self._folder, "folder": self._folder, "session": session}
         words = [*own, *(f"{key}={_quoted(path)}" for key, path in places.items())]
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
@@ -100,21 +91,22 @@ class Launcher:
             raise InputError(_complaint(error, words)) from error
 
 
-def _capacity(target: str, options: Any) -> Capacity:
+def _capacity(target: str, options: Any) -> tuple[str, int, bool]:
+    """A launcher's name, the workers that it can run at once, and whether on other machines."""
     cpus = len(os.sched_getaffinity(0))
     if "joblib" in target:
         jobs = int(options.get("n_jobs") or -1)
-        return Capacity("joblib", jobs if jobs > 0 else max(1, cpus + 1 + jobs))
+        return "joblib", jobs if jobs > 0 else max(1, cpus + 1 + jobs), False
     if target.endswith("SlurmLauncher"):
-        return Capacity("submitit_slurm", int(options.get("array_parallelism") or QUEUED_WORKERS), True)
+        return "submitit_slurm", int(options.get("array_parallelism") or QUEUED_WORKERS), True
     if "submitit" in target:
-        return Capacity("submitit_local", cpus)
+        return "submitit_local", cpus, False
     if "ray" in target:
         address = (options.get("ray") or {}).get("init", {}).get("address")
-        return Capacity("ray", QUEUED_WORKERS if address else cpus, address is not None)
+        return "ray", QUEUED_WORKERS if address else cpus, address is not None
     if "basic_launcher" in target:
-        return Capacity("basic", 1)
-    return Capacity(target.rpartition(".")[2], cpus, True)
+        return "basic", 1, False
+    return target.rpartition(".")[2], cpus, True
 
 
 def names() -> list[str]:

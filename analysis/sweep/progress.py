@@ -14,8 +14,9 @@ from rich.progress import Progress as Bar
 from rich.text import Text
 
 from analysis.commands.shared import seconds, share
+from analysis.sweep.expand import SweepRun
 from analysis.sweep.folder import RUN, SweepFolder, failure_of, read_record
-from analysis.sweep.session import PlannedRun, Session
+from analysis.sweep.session import Session
 
 POLL_S = 0.2
 
@@ -23,7 +24,7 @@ POLL_S = 0.2
 class Progress:
     """Counts the runs of `todo` that end, as seen in their folders, and says so; nothing is said without a console."""
 
-    def __init__(self, folder: SweepFolder, todo: Sequence[PlannedRun], planned: int, console: Console | None) -> None:
+    def __init__(self, folder: SweepFolder, todo: Sequence[SweepRun], planned: int, console: Console | None) -> None:
         self.ended = self.failed = self.running = 0
         self.best = ""
         self._best_rank: tuple[float, ...] = ()
@@ -86,7 +87,7 @@ class Progress:
             parts.append(f"best {self.best}")
         return ", ".join(parts)
 
-    def _end(self, run: PlannedRun) -> None:
+    def _end(self, run: SweepRun) -> None:
         self.ended += 1
         folder = self._folder.run(run.id)
         failure = failure_of(folder)
@@ -101,7 +102,7 @@ class Progress:
         if self._bar is None:
             self._say(run, f"{gist(content)}, {read_record(folder / RUN).get('wall_s', 0.0):.2f} s")
 
-    def _say(self, run: PlannedRun, text: str, style: str = "") -> None:
+    def _say(self, run: SweepRun, text: str, style: str = "") -> None:
         console = self._bar.console if self._bar is not None else self._console
         if console is not None:
             line = f"[{self._there + self.ended}/{self._planned}] {run.text or '(no overrides)'}: {text}"

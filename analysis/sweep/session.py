@@ -20,45 +20,18 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from analysis.sweep.expand import SweepRun
+from traces.files import write_whole
 
 HEARTBEAT_S = 2.0
 SILENT_S = 60.0  # a worker that has not been heard of for so long is dead
 DRAIN_POLL_S = 0.2
 END_WAIT_S = 15.0
-
-
-@dataclass(frozen=True)
-class PlannedRun:
-    """A run as a worker needs it: its number in the sweep, identity and what that is made of, overrides and values.
-
-    `mistake` is the user's, if one is known.
-    """
-
-    number: int
-    id: str
-    text: str
-    config: dict[str, Any]
-    identity: dict[str, Any]
-    mistake: str | None = None
-
-
-@dataclass(frozen=True)
-class Orders:
-    """What workers know of the sweep. They end when the process `owner` (host, number) does, unless it is None."""
-
-    command: str
-    index: str | None = None
-    owner: tuple[str, int] | None = None
-
-    @property
-    def is_orphaned(self) -> bool:
-        """Whether the owner, on this machine, is gone."""
-        return self.owner is not None and self.owner[0] == socket.gethostname() and not process_lives(self.owner[1])
 
 
 class Session:
@@ -68,25 +41,19 @@ class Session:
         self.path = path
 
     @classmethod
-    def create(cls, work: Path, orders: Orders, runs: Sequence[PlannedRun]) -> Session:
-        """A session whose plan is on disk."""
+    def create(cls, work: Path, about: Mapping[str, Any], runs: Sequence[SweepRun]) -> Session:
+        """A session whose plan is on disk; workers end with the process `about["owner"]` (host, number), if any."""
         path = work / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
         for name in ("claims", "workers"):
             (path / name).mkdir(parents=True)
-        lines = [json.dumps(asdict(orders)), *(json.dumps(vars(run)) for run in runs)]
-        (path / "plan.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        write_whole(path / "plan.jsonl", "".join(json.dumps(line) + "\n" for line in [about, *map(vars, runs)]))
         return cls(path)
 
-    def plan(self) -> tuple[Orders, list[bytes]] | None:
-        """The orders and one line of JSON per run (`PlannedRun`); None where the session is over."""
-        if self.is_over:
-            return None
-        try:
-            first, *lines = (self.path / "plan.jsonl").read_bytes().splitlines()
-        except FileNotFoundError:
-            return None
-        orders = json.loads(first)
-        return Orders(orders["command"], orders["index"], tuple(orders["owner"]) if orders["owner"] else None), lines
+    def plan(self) -> list[bytes]:
+        """Lines of JSON: about the sweep, then one for each run (`SweepRun`); none where the session is over."""
+        with suppress(FileNotFoundError):
+            return [] if self.is_over else (self.path / "plan.jsonl").read_bytes().splitlines()
+        return []
 
     def claim(self, number: int) -> bool:
         """Take a run; false if another worker has it."""
@@ -103,7 +70,7 @@ class Session:
         return set()
 
     @contextmanager
-    def attended(self, worker: int, orders: Orders) -> Iterator[None]:
+    def attended(self, worker: int, owner: Sequence[Any] | None) -> Iterator[None]:
         """Say that a worker lives, and interrupt it when the session is over or its owner is gone."""
         sign = self.path / "workers" / str(worker)
         sign.write_text(json.dumps([socket.gethostname(), os.getpid()]), encoding="utf-8")
@@ -113,7 +80,7 @@ class Session:
             while not left.wait(HEARTBEAT_S):
                 with suppress(OSError):
                     os.utime(sign)
-                if self.is_over or orders.is_orphaned:
+                if self.is_over or is_orphaned(owner):
                     if not left.is_set():
                         _thread.interrupt_main()
                     return
@@ -175,3 +142,8 @@ def process_lives(pid: int) -> bool:
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     return True
+
+
+def is_orphaned(owner: Sequence[Any] | None) -> bool:
+    """Whether the process that workers belong to, one of this machine, is gone."""
+    return owner is not None and owner[0] == socket.gethostname() and not process_lives(owner[1])

@@ -19,14 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from analysis.identity import code_version
+from analysis.sweep.expand import SweepRun
 from analysis.sweep.folder import SweepFolder
-from analysis.sweep.session import PlannedRun, Session
+from analysis.sweep.session import Session, is_orphaned
 from confsim.errors import InputError
 from confsim.setup.configuration import input_error, one_line
 from traces.files import is_full
 from traces.trace import Trace
 
 INTERRUPTED = 130
+TRACE_KEYS = ("trace", "seed", "kv", "cluster", "cache")
 KEPT_TRACES = 4  # of a worker, so that sweeps over traces stay small
 
 
@@ -37,27 +39,28 @@ def work(cfg: Any) -> bool:
         KeyboardInterrupt: where it runs inside the sweep's own process, which has to end.
     """
     session = Session(Path(str(cfg.session)))
-    plan = session.plan()
-    if plan is None:
+    first, *lines = session.plan() or [b"null"]
+    about = json.loads(first)
+    if about is None:
         return False
-    orders, lines = plan
-    folder = SweepFolder(Path(str(cfg.folder)), Path(orders.index) if orders.index else None)
-    is_inside = orders.owner == (socket.gethostname(), os.getpid())
+    folder = SweepFolder(Path(str(cfg.folder)), Path(about["index"]))
+    owner = about["owner"]
+    is_inside = owner == [socket.gethostname(), os.getpid()]
     try:
-        with nullcontext() if is_inside else session.attended(int(cfg.worker), orders):
+        with nullcontext() if is_inside else session.attended(int(cfg.worker), owner):
             for line in lines:
                 if session.is_over:
                     break
-                run = PlannedRun(**json.loads(line))
+                run = SweepRun(**json.loads(line))
                 if session.claim(run.number):
-                    make(run, orders.command, folder, session)
+                    make(run, about["command"], folder, session)
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and is_inside:
             raise
         if is_full(error):
             session.stop()
             return True
-        if orders.is_orphaned:  # nobody takes the answer, and the launcher's pool would wait for more work
+        if is_orphaned(owner):  # nobody takes the answer, and the launcher's pool would wait for more work
             os._exit(INTERRUPTED)
         if not session.is_over:
             raise
@@ -67,7 +70,7 @@ def work(cfg: Any) -> bool:
     return False
 
 
-def make(run: PlannedRun, command: str, folder: SweepFolder, session: Session) -> None:
+def make(run: SweepRun, command: str, folder: SweepFolder, session: Session) -> None:
     """Make one run; what it raises is recorded in its folder.
 
     Raises:
@@ -109,7 +112,7 @@ def simulate(config: Mapping[str, Any], folder: Path) -> None:
     from confsim import api
 
     cfg = OmegaConf.create(dict(config))
-    trace = _trace(_trace_parts(config))
+    trace = _trace(json.dumps({key: config.get(key) for key in TRACE_KEYS}))
     compiled = _compiled(json.dumps([config[key] for key in ("latency", "model", "gpu")]))
     result = replace(api.build(cfg, trace), compiled=compiled).run()
     if config["output"].get("band") is True:
@@ -117,12 +120,6 @@ def simulate(config: Mapping[str, Any], folder: Path) -> None:
     result.write(folder)
     if config["output"]["timeline"] is True:
         write_timeline(folder / "timeline.json.gz", result, config["output"]["timeline_iterations"])
-
-
-def _trace_parts(config: Mapping[str, Any]) -> str:
-    parts = {key: config.get(key) for key in ("trace", "seed", "cache")}
-    router, prefixes = config["cluster"]["router"], config["kv"]["prefix_cache"]
-    return json.dumps({**parts, "cluster": {"router": router}, "kv": {"prefix_cache": prefixes}})
 
 
 @lru_cache(KEPT_TRACES)

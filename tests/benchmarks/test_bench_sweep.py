@@ -80,7 +80,7 @@ def test_planning(benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         grid = expand("simulate", words)
         assert grid is not None
         identify = Identifier()
-        assert len({identify("simulate", point.config).id for point in grid.points}) == 1000
+        assert len({identify("simulate", point.config).id for point in grid.runs}) == 1000
         return round((time.process_time() - began) * 1000)
 
     took_ms = benchmark.pedantic(plan, rounds=1)

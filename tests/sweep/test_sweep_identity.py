@@ -112,8 +112,8 @@ def test_expand_is_what_hydra_composes(command: str, words: list[str]) -> None:
     grid = expand(command, [*rewrite(words, command, True), "hydra.sweep.dir=somewhere"])
     assert grid is not None
     assert grid.folder == Path("somewhere").absolute()
-    assert len(grid.points) == len({point.text for point in grid.points})
-    for point in grid.points:
+    assert len(grid.runs) == len({point.text for point in grid.runs})
+    for point in grid.runs:
         fixed = [word for word in words if "," not in word and "range" not in word]
         own = [f"{key}={render(value)}" for key, value in point.axes.items()]
         whole = compose(rewrite([*fixed, *own], command), command)
@@ -124,7 +124,7 @@ def test_expand_is_what_hydra_composes(command: str, words: list[str]) -> None:
 def test_expand_keeps_a_mistake_with_its_run() -> None:
     grid = expand("simulate", [*CHEAP, "rate=1,-1,2", "slo.ttft_s=1,soon", "hydra.sweep.dir=x"])
     assert grid is not None
-    mistakes = [point.mistake for point in grid.points]
+    mistakes = [point.mistake for point in grid.runs]
     assert [mistake is None for mistake in mistakes] == [True, False, False, False, True, False]
     assert "rate=-1" in str(mistakes[2])
     assert "slo.ttft_s=soon" in str(mistakes[1])

@@ -102,16 +102,16 @@ def test_slurm_array_of_workers(
 
 def test_options_of_launchers(tmp_path: Path) -> None:
     assert names() == ["basic", "joblib", "ray", "submitit_local", "submitit_slurm"]
-    assert Launcher().check(tmp_path).workers == 1
+    assert Launcher((), tmp_path).workers == 1
     need("joblib")
-    assert Launcher(("hydra/launcher=joblib", "hydra.launcher.n_jobs=3")).check(tmp_path).workers == 3
+    assert Launcher(("hydra/launcher=joblib", "hydra.launcher.n_jobs=3"), tmp_path).workers == 3
     need("submitit_slurm")
-    slurm = Launcher(("hydra/launcher=submitit_slurm",)).check(tmp_path)
+    slurm = Launcher(("hydra/launcher=submitit_slurm",), tmp_path)
     assert slurm.detached and slurm.workers == 64
     with pytest.raises(InputError, match=r"hydra/launcher=nope: unknown, use one of basic, joblib, ray"):
-        Launcher(("hydra/launcher=nope",)).check(tmp_path)
+        Launcher(("hydra/launcher=nope",), tmp_path)
     with pytest.raises(InputError, match=r"hydra.launcher.jobs: no such key; hydra.launcher has n_jobs"):
-        Launcher(("hydra/launcher=joblib", "hydra.launcher.jobs=3")).check(tmp_path)
+        Launcher(("hydra/launcher=joblib", "hydra.launcher.jobs=3"), tmp_path)
 
 
 def test_a_launcher_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,4 +119,4 @@ def test_a_launcher_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Plugins.instance(), "class_name_to_class", {})
     with pytest.raises(InputError, match=r"JoblibLauncher is not installed here: pip install 'confsim\[joblib\]'"):
-        Launcher(("hydra/launcher=joblib",)).check(tmp_path)
+        Launcher(("hydra/launcher=joblib",), tmp_path)

@@ -14,28 +14,26 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from analysis.sweep.expand import SweepRun
 from analysis.sweep.folder import SweepFolder, failure_of, is_complete, read_plan
 from analysis.sweep.progress import Progress, gist, merit
-from analysis.sweep.session import Orders, PlannedRun, Session, process_lives
+from analysis.sweep.session import Session, is_orphaned, process_lives
 from analysis.sweep.worker import work
 from traces.files import is_full
 
-RUNS = [PlannedRun(number, f"id{number}", f"x={number}", {"x": number}, {"code": "c"}) for number in range(40)]
+ABOUT = {"command": "simulate", "index": "index", "owner": None}
+RUNS = [SweepRun({"x": n}, f"x={n}", {"x": n}, {}, None, n, f"id{n}", {"code": "c"}) for n in range(40)]
 
 
 def session(tmp_path: Path) -> Session:
-    return Session.create(tmp_path / ".work", Orders("simulate"), RUNS)
+    return Session.create(tmp_path / ".work", ABOUT, RUNS)
 
 
 def test_a_plan_survives_the_disk(tmp_path: Path) -> None:
-    plan = session(tmp_path).plan()
-    assert plan is not None
-    orders, lines = plan
-    assert orders == Orders("simulate")
-    assert [PlannedRun(**json.loads(line)) for line in lines] == RUNS
-    owned = Session.create(tmp_path, Orders("goodput", "index", ("host", 7)), []).plan()
-    assert owned == (Orders("goodput", "index", ("host", 7)), [])
-    assert Session(tmp_path / "gone").plan() is None
+    about, *lines = map(json.loads, session(tmp_path).plan())
+    assert about == ABOUT
+    assert [SweepRun(**line) for line in lines] == RUNS
+    assert Session(tmp_path / "gone").plan() == []
 
 
 def test_each_run_is_taken_once(tmp_path: Path) -> None:
@@ -61,13 +59,15 @@ def test_who_lives(tmp_path: Path) -> None:
     sign.write_text(json.dumps([socket.gethostname(), child.pid]))
     assert own.living() == 1
     child.kill()
+    assert not is_orphaned([socket.gethostname(), os.getpid()]) and not is_orphaned(["elsewhere", child.pid])
     child.wait()
     assert own.living() == 0 and not process_lives(child.pid)
+    assert is_orphaned([socket.gethostname(), child.pid]) and not is_orphaned(None)
     sign.write_text(json.dumps(["elsewhere", 1]))
     assert own.living() == 1  # heard of just now
     os.utime(sign, (0, 0))
     assert own.living() == 0
-    with own.attended(1, Orders("simulate")):
+    with own.attended(1, None):
         assert own.living() == 1
     assert own.living() == 0
 
