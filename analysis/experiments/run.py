@@ -56,9 +56,14 @@ def run(
     longest_first = dict(sorted(todo.items(), key=lambda item: -item[1][0].size))
     with _progress(console, len(cells), len(cells) - len(todo)) as tell, Pool(compute, workers) as pool:
         for key, result in pool.completed(longest_first):
-            found[key] = cached_json(KIND, parts(cells[key]), lambda value=result: value, store)
+            found[key] = _kept(cells[key], result, store)
             tell(cells[key].label)
     return {key: result for key, result in found.items() if result is not None}
+
+
+def _kept(cell: ExperimentCell, result: dict[str, Any], store: Store | None) -> dict[str, Any]:
+    kept: dict[str, Any] = cached_json(KIND, parts(cell), lambda: result, store)
+    return kept
 
 
 def _known(cell: ExperimentCell, store: Store | None) -> dict[str, Any] | None:

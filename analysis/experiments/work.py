@@ -17,13 +17,21 @@ from analysis.search.cases import SchemeCase, scheme_cases
 from analysis.search.compare import latency_error
 from analysis.search.goodput import Probe, Refusal, SearchSettings, Trial, search
 from analysis.search.premise import Lengths, gpus_needed
-from analysis.search.runner import CaseRun, CaseRunner
+from analysis.search.runner import CaseRun, CaseRunner, FullRun, point_of
 from confsim import api
 from confsim.errors import InputError
 from confsim.run.scenario import run as run_scenario
 from traces.trace import Trace
 
-KEPT = ("prefill_s", "prefills_per_s", "iterations", "max_gap_s", "tbt_met", "breakdown_s", "attention_stage_s")
+KEPT: tuple[str, ...] = (
+    "prefill_s",
+    "prefills_per_s",
+    "iterations",
+    "max_gap_s",
+    "tbt_met",
+    "breakdown_s",
+    "attention_stage_s",
+)
 KEPT += ("linear_stage_s", "iteration_s", "groups", "tokens_per_group", "preemptions", "warnings")
 NOISE = "noise"  # an override that stands for noise at the held-out error
 Pair = tuple[dict[str, Any], dict[str, Any]]  # values of a candidate, and its configuration
@@ -198,7 +206,7 @@ class Lane:
         """The best attainment without load that a candidate reaches."""
         best = 0.0
         for candidate in candidates:
-            alone = runner(CaseRun(candidate, "zero", requests=self.zero_load_requests))
+            alone = _full(runner, CaseRun(candidate, "zero", requests=self.zero_load_requests))
             best = max(best, alone.probe.attainment_low)
             if best == 1.0:
                 break
@@ -206,11 +214,17 @@ class Lane:
 
 
 def _probe(runner: CaseRunner, trials: Sequence[Trial]) -> list[Probe | Refusal]:
-    return [runner(CaseRun(trial.candidate, "probe", trial.rate, may_refuse=True)) for trial in trials]
+    return [point_of(runner(CaseRun(trial.candidate, "probe", trial.rate, may_refuse=True))) for trial in trials]
+
+
+def _full(runner: CaseRunner, run: CaseRun) -> FullRun:
+    outcome = runner(run)
+    assert isinstance(outcome, FullRun)
+    return outcome
 
 
 def _at(runner: CaseRunner, candidate: int, rate: float) -> dict[str, Any]:
-    summary = runner(CaseRun(candidate, "full", rate)).summary
+    summary = _full(runner, CaseRun(candidate, "full", rate)).summary
     out = {key: {name: (summary[key] or {}).get(name) for name in ("p50", "p95", "p99")} for key in STATISTICS}
     mean_tpot = (summary["tpot_s"] or {}).get("mean")
     return {**out, "tpot_mean_s": mean_tpot, "utilisation": summary["utilisation"]}

@@ -23,7 +23,7 @@ from analysis.search.goodput import (
     search,
 )
 from analysis.search.pool import Pool, worker_count
-from analysis.search.runner import CaseRun, CaseRunner, FullRun
+from analysis.search.runner import CaseRun, CaseRunner, FullRun, point_of
 from confsim.errors import InputError
 from confsim.outcome.result import write_json
 from confsim.setup.provenance import provenance
@@ -174,7 +174,7 @@ class _SchemeSearch:
         jobs = {trial: (self._run_of(trial, first, factor, len(values) > 1),) for trial in trials}
         outcomes: dict[Trial, Probe | Refusal] = {}
         for trial, outcome in self.pool.completed(jobs):
-            outcomes[trial] = point = outcome.probe if isinstance(outcome, FullRun) else outcome
+            outcomes[trial] = point = point_of(outcome)
             if isinstance(point, Probe):
                 with self.telling:
                     self.listener.probed(self.case.name, values[trial.candidate], point)

@@ -124,8 +124,14 @@ class CaseRunner:
         return self._traces[key]
 
 
+def point_of(outcome: Probe | FullRun | Refusal) -> Probe | Refusal:
+    """What an outcome says of its rate."""
+    return outcome.probe if isinstance(outcome, FullRun) else outcome
+
+
 def _probe(rate: float, result: Result) -> Probe:
     verdict = result.verdict
+    assert verdict is not None  # of a probe there is one
     low, high = float(verdict.attainment_low), float(verdict.attainment_high)
     return Probe(rate, bool(verdict.passed), low, high, bool(verdict.decided_early), _missed(result))
 
