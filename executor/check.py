@@ -190,14 +190,7 @@ def _show(cases: list[CheckedCase], summary: dict[str, Any], folder: Path) -> No
         verdict = "pass" if case.passed else "FAIL"
         launcher = "processes" if case.launcher == "auto" else case.launcher
         table.add_row(
-            case.model,
-            case.layout,
-            str(case.ranks),
-            launcher,
-            str(case.chunk_tokens),
-            error,
-            equal,
-            verdict,
+            *(case.model, case.layout, str(case.ranks), launcher, str(case.chunk_tokens), error, equal, verdict)
         )
     console.print(table)
     console.print(

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,33 +19,37 @@ from executor.errors import PeerLostError
 Wait = Callable[[], None]
 
 
-class Group(Protocol):
-    """Ranks that communicate, in a fixed order; every member makes the same calls in the same order."""
+class Group:
+    """Ranks that communicate, in a fixed order; every member makes the same calls in the same order. Here: one alone."""
 
-    size: int
-    index: int
+    size = 1
+    index = 0
 
     def all_to_all(self, out: torch.Tensor, data: torch.Tensor, out_sizes: list[int], sizes: list[int]) -> None:
         """Row `sizes` of `data` go to the members in order; `out_sizes` rows come from them."""
+        out.copy_(data)
 
     def start_all_to_all(self, out: torch.Tensor, data: torch.Tensor, out_sizes: list[int], sizes: list[int]) -> Wait:
-        """The same beside other work; `out` is complete, and `data` free, once the returned call is made."""
+        """The same, beside other work where that can be: `out` is complete once the returned call is made."""
+        self.all_to_all(out, data, out_sizes, sizes)
+        return lambda: None
 
     def all_reduce(self, data: torch.Tensor) -> None:
         """Sum in place."""
 
     def all_gather(self, data: torch.Tensor) -> list[torch.Tensor]:
         """The members' tensors, all shaped alike."""
+        return [data]
 
 
 @dataclass
 class Groups:
     """The communicators of one rank: exchange and KV transfer over groups, TP inside one (a second one for mux)."""
 
-    exchange: Group
-    transfer: Group
-    tensor: Group
-    tensor_second: Group
+    exchange: Group = field(default_factory=Group)
+    transfer: Group = field(default_factory=Group)
+    tensor: Group = field(default_factory=Group)
+    tensor_second: Group = field(default_factory=Group)
     counts: Counter[str] = field(default_factory=Counter)  # bytes of buffers since it was last cleared, by use
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -55,30 +59,7 @@ class Groups:
             self.counts[use] += data.numel() * data.element_size()
 
 
-class Solo:
-    """A group of one."""
-
-    size = 1
-    index = 0
-
-    def all_to_all(self, out: torch.Tensor, data: torch.Tensor, out_sizes: list[int], sizes: list[int]) -> None:
-        """Copy."""
-        out.copy_(data)
-
-    def start_all_to_all(self, out: torch.Tensor, data: torch.Tensor, out_sizes: list[int], sizes: list[int]) -> Wait:
-        """Copy."""
-        out.copy_(data)
-        return _done
-
-    def all_reduce(self, data: torch.Tensor) -> None:
-        """Nothing to add."""
-
-    def all_gather(self, data: torch.Tensor) -> list[torch.Tensor]:
-        """Itself."""
-        return [data]
-
-
-class TorchGroup:
+class TorchGroup(Group):
     """A group of processes (gloo or nccl)."""
 
     def __init__(self, ranks: Sequence[int], rank: int, handle: Any) -> None:
@@ -147,7 +128,7 @@ class Meeting:
             raise PeerLostError("another rank left a collective") from error
 
 
-class ThreadGroup:
+class ThreadGroup(Group):
     """A group of threads that share memory (and, on CUDA, one device)."""
 
     def __init__(self, meeting: Meeting, index: int) -> None:
@@ -165,11 +146,6 @@ class ThreadGroup:
             start += rows
         _settle(data)
         self._meeting.leave()
-
-    def start_all_to_all(self, out: torch.Tensor, data: torch.Tensor, out_sizes: list[int], sizes: list[int]) -> Wait:
-        """In turn: threads have no engine that copies beside them."""
-        self.all_to_all(out, data, out_sizes, sizes)
-        return _done
 
     def all_reduce(self, data: torch.Tensor) -> None:
         """Sum in member order, so that all get the same bits."""
@@ -191,10 +167,6 @@ def _settle(data: torch.Tensor) -> None:
         torch.cuda.current_stream(data.device).synchronize()
 
 
-def _done() -> None:
-    return None
-
-
 def memberships(layout: Layout) -> dict[str, list[list[int]]]:
     """The rank lists of every communicator, by role, in the one order in which all ranks make them."""
     across = [[group * layout.tp + tp for group in range(layout.groups)] for tp in range(layout.tp)]
@@ -214,7 +186,7 @@ def torch_groups(layout: Layout, rank: int, timeout_s: float) -> Groups:
             if len(ranks) > 1:
                 handle = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
             if rank in ranks:
-                found[role] = TorchGroup(ranks, rank, handle) if handle is not None else Solo()
+                found[role] = TorchGroup(ranks, rank, handle) if handle is not None else Group()
     calm_gloo()
     return _assemble(found)
 
@@ -230,7 +202,7 @@ def thread_groups(layout: Layout, rank: int, meetings: dict[str, list[Meeting]])
     for role, lists in memberships(layout).items():
         for ranks, meeting in zip(lists, meetings[role], strict=True):
             if rank in ranks:
-                found[role] = ThreadGroup(meeting, ranks.index(rank)) if len(ranks) > 1 else Solo()
+                found[role] = ThreadGroup(meeting, ranks.index(rank)) if len(ranks) > 1 else Group()
     return _assemble(found)
 
 

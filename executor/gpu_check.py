@@ -23,7 +23,7 @@ import torch
 from confsim.outcome.result import write_json
 from confsim.specs import KvConfig
 from executor.check import run_checks, summarise
-from executor.collectives import Groups, Solo
+from executor.collectives import Groups
 from executor.config import Device, ExecutorConfig, Layout, ModelConfig, Rope
 from executor.fork import Fork, ThreadFork
 from executor.kernels import choose, page_tokens
@@ -321,7 +321,7 @@ def _graphed(model: Transformer, sizes: tuple[int, ...], device: torch.device) -
     from executor.cuda.graphs import GraphedLinear, graphed_linear
 
     if device.type == "cuda":
-        return graphed_linear(model, sizes, device, Groups(Solo(), Solo(), Solo(), Solo()).counts)
+        return graphed_linear(model, sizes, device, Groups().counts)
     return GraphedLinear(model, sizes, lambda segment: segment, device)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from executor.collectives import Groups, Solo, torch_groups
+from executor.collectives import Groups, torch_groups
 from executor.config import Device
 from executor.errors import PeerLostError
 from executor.message import Failure, RankConfig, Ready
@@ -77,7 +77,7 @@ def connect(config: RankConfig, store: Any) -> Groups:
     """Communicators of a rank that is a process, with the ranks that share `store`; a collective call."""
     layout, timeout = config.layout, config.device.collective_timeout_s
     if layout.ranks == 1:
-        return Groups(Solo(), Solo(), Solo(), Solo())
+        return Groups()
     dist.init_process_group(
         "gloo" if config.device.kind == "cpu" else "cpu:gloo,cuda:nccl",
         store=store,

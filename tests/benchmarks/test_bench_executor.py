@@ -235,7 +235,7 @@ def _python_calls(context: int) -> int:
 
     import torch
 
-    from executor.collectives import Groups, Solo
+    from executor.collectives import Groups
     from executor.config import Sampling
     from executor.message import Chunk, Iteration, NewRequest, RankConfig
     from executor.rank import Rank
@@ -243,7 +243,7 @@ def _python_calls(context: int) -> int:
     small = ModelConfig("llama", 64, 32, 32, 2, 2, 2, 16)
     device = Device(launcher="threads")
     config = RankConfig(0, small, Layout("xp"), device, KvConfig(capacity_tokens=2 * context + 64), "")
-    rank = Rank(config, Groups(Solo(), Solo(), Solo(), Solo()), torch.device("cpu"))
+    rank = Rank(config, Groups(), torch.device("cpu"))
     new = (NewRequest(0, np.zeros(context, dtype=np.int32), Sampling()),)
     rank.execute(Iteration(0, (Chunk(0, 0, (context,), True, 0),), ((),), (), new))
     rank.execute(Iteration(1, (), ((0,),), (), ()))

@@ -20,7 +20,7 @@ from flash_stub import FLASH2, FLASH3
 from confsim.errors import InputError
 from confsim.specs import KvConfig
 from executor.clock import StageClock
-from executor.collectives import Groups, Solo
+from executor.collectives import Groups
 from executor.config import Device, Layout, Sampling
 from executor.cuda import green_context
 from executor.cuda.graphs import GraphedLinear, counted
@@ -117,7 +117,7 @@ def test_forward_on_a_fake_gpu(name: str, family: str) -> None:
     model = tiny(family)
     with fake_cuda() as device:
         place = Place.of(0, Layout("xp"), model)
-        groups = Groups(Solo(), Solo(), Solo(), Solo())
+        groups = Groups()
         weights = load_weights(model, place, torch.bfloat16, device)
         transformer = Transformer(model, place, weights, None)
         pool = UnitPool(64, 256, 16, (3, 4, 16), torch.bfloat16, device)

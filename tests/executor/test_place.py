@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from confsim.errors import InputError
 from confsim.parallel import split_heads
 from confsim.specs import KvConfig
-from executor.collectives import Groups, Meeting, Solo, ThreadGroup, memberships, thread_groups, thread_meetings
+from executor.collectives import Groups, Meeting, ThreadGroup, memberships, thread_groups, thread_meetings
 from executor.config import Device, Layout, Sampling
 from executor.exchange import Exchange, shard_order
 from executor.kv import KvExhausted, PagedStore, UnitPool
@@ -144,7 +144,7 @@ def python_calls(context: int, chunk: int) -> int:
     """Calls of functions in an iteration with one decode of `context` tokens and a chunk behind as many."""
     model = tiny(max_context_tokens=None)
     config = RankConfig(0, model, Layout("xp"), Device(), KvConfig(capacity_tokens=4 * context + 512), "")
-    rank = Rank(config, Groups(Solo(), Solo(), Solo(), Solo()), torch.device("cpu"))
+    rank = Rank(config, Groups(), torch.device("cpu"))
     new = tuple(NewRequest(i, np.zeros(context + i * 2 * chunk, dtype=np.int32), Sampling()) for i in range(2))
     rank.execute(Iteration(0, (Chunk(0, 0, (context,), True, 0),), ((),), (), new))
     rank.execute(Iteration(1, (Chunk(1, 0, (context,), False, -1),), ((0,),), (), ()))
