@@ -20,7 +20,7 @@ Wait = Callable[[], None]
 
 
 class Group:
-    """Ranks that communicate, in a fixed order; every member makes the same calls in the same order. Here: one alone."""
+    """Ranks that communicate, in a fixed order, all making the same calls in the same order. Here: one alone."""
 
     size = 1
     index = 0

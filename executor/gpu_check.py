@@ -22,7 +22,7 @@ import torch
 
 from confsim.outcome.result import write_json
 from confsim.specs import KvConfig
-from executor.check import run_checks, summarise
+from executor.check import QWEN3, run_checks, summarise
 from executor.collectives import Groups
 from executor.config import Device, ExecutorConfig, Layout, ModelConfig, Rope
 from executor.fork import Fork, ThreadFork
@@ -44,17 +44,6 @@ QWEN3_14B = ModelConfig(
     num_attention_heads=40,
     num_key_value_heads=8,
     head_dim=128,
-    rope=Rope(1e6),
-)
-SMALL = ModelConfig(
-    family="qwen3",
-    vocab_size=512,
-    hidden_size=128,
-    intermediate_size=256,
-    num_hidden_layers=2,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    head_dim=16,
     rope=Rope(1e6),
 )
 
@@ -88,7 +77,7 @@ GPU_SIZES = Sizes(
     repeats=15,
 )
 CPU_SIZES = Sizes(
-    SMALL,
+    QWEN3,
     decodes=4,
     context=64,
     chunk=32,
@@ -161,7 +150,7 @@ class AttentionPair:
 
 def measure_equivalence(settings: Device) -> dict[str, Any]:
     """The suite of `confsim check`; several ranks share the GPU as threads of one process."""
-    config = ExecutorConfig(SMALL, device=replace(settings, launcher="threads"))
+    config = ExecutorConfig(QWEN3, device=replace(settings, launcher="threads"))
     layouts = (Layout("xp", 1, 1), Layout("xp", 2, 1), Layout("xp", 4, 1), Layout("sp", 2, 1), Layout("mux", 1, 1))
     return {**summarise(run_checks(config, layouts), config), "in_process": True}
 

@@ -50,11 +50,10 @@ def test_delayed_prefill_stream_is_waited_for() -> None:
 
 def test_equivalence_with_cpu_in_bfloat16() -> None:
     """Graphs, streams and the installed kernels against one CPU rank in float32."""
-    from executor.check import run_checks
-    from executor.gpu_check import SMALL
+    from executor.check import QWEN3, run_checks
 
     device = Device("cuda", "bfloat16", launcher="threads", overlap="partition", graph_tokens=(1, 8, 64))
-    outcomes = run_checks(ExecutorConfig(SMALL, device=device), (Layout("xp", 1, 1), Layout("xp", 2, 1)))
+    outcomes = run_checks(ExecutorConfig(QWEN3, device=device), (Layout("xp", 1, 1), Layout("xp", 2, 1)))
     assert [outcome for outcome in outcomes if not outcome.passed] == []
 
 
