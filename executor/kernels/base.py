@@ -22,6 +22,16 @@ class PrefillBatch:
     contexts: tuple[int, ...]
     block_table: torch.Tensor
 
+    @property
+    def most_queries(self) -> int:
+        """Tokens of the largest chunk."""
+        return max(self.queries)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest context."""
+        return max(self.contexts)
+
     @cached_property
     def cu_queries(self) -> torch.Tensor:
         """Offsets of the sequences in the stacked queries, int32 `[sequences + 1]`."""
@@ -67,6 +77,7 @@ class DecodeBatch:
     lengths: np.ndarray
     block_table: torch.Tensor
     page_tokens: int
+    most_queries: int = 1
 
     @property
     def longest(self) -> int:

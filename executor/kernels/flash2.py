@@ -47,8 +47,8 @@ class Flash2Kernels:
             values,
             batch.cu_queries,
             batch.cu_contexts,
-            max(batch.queries),
-            max(batch.contexts),
+            batch.most_queries,
+            batch.longest,
             causal=True,
             block_table=batch.block_table,
         )

@@ -43,7 +43,7 @@ class Flash3Kernels:
             cache_seqlens=batch.context_lengths,
             page_table=batch.block_table,
             cu_seqlens_q=batch.cu_queries,
-            max_seqlen_q=max(batch.queries),
+            max_seqlen_q=batch.most_queries,
             causal=True,
             num_splits=1,
             sm_margin=self.prefill_margin,

@@ -1,7 +1,12 @@
-"""PyTorch's own variable-length attention, `torch.nn.attention.varlen.varlen_attn`."""
+"""PyTorch's own variable-length attention, `torch.nn.attention.varlen.varlen_attn`, where it knows pages.
+
+The function is there before its arguments for pages and grouped heads are (PyTorch 2.11 has neither, 2.12 both), so
+that its signature decides, not the version.
+"""
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,34 +15,39 @@ import torch
 from executor.config import Device
 from executor.kernels.base import DecodeBatch, PrefillBatch, installed
 
-NEEDS = "PyTorch 2.11 or newer"
+NEEDED = ("enable_gqa", "seqused_k", "block_table")
+NEEDS = "a PyTorch whose varlen_attn takes block_table, seqused_k and enable_gqa (2.12 or newer)"
 
 
 def find(device: Device) -> VarlenKernels | None:
     """The installed ones."""
     module = installed("torch.nn.attention.varlen")
-    if module is None or tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) < (2, 11):
+    if module is None:
         return None
-    return VarlenKernels(module.varlen_attn, num_splits=device.num_splits)
+    known = inspect.signature(module.varlen_attn).parameters
+    if not all(name in known for name in NEEDED):
+        return None
+    splits = {"num_splits": device.num_splits} if device.num_splits and "num_splits" in known else {}
+    return VarlenKernels(module.varlen_attn, splits)
 
 
 @dataclass(frozen=True)
 class VarlenKernels:
-    """`torch.nn.attention.varlen.varlen_attn` (PyTorch 2.11 and newer); `function` is that function."""
+    """`function` is `varlen_attn`, `splits` what it is told of the context's parts in a decode."""
 
     function: Any
+    splits: dict[str, int]
     version: str = torch.__version__
-    num_splits: int = 0
     name: str = "torch varlen"
     page_multiple: int = 256
 
     def prefill(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: PrefillBatch) -> torch.Tensor:
         """Causal: a window without a right side."""
-        return self._call(q, keys, values, batch, max(batch.queries), max(batch.contexts), None)
+        return self._call(q, keys, values, batch, (-1, 0), {})
 
     def decode(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: DecodeBatch) -> torch.Tensor:
-        """One query a sequence."""
-        return self._call(q, keys, values, batch, 1, batch.longest, self.num_splits or None)
+        """One query a sequence sees all keys: any window would keep its grouped heads from being packed."""
+        return self._call(q, keys, values, batch, (-1, -1), self.splits)
 
     def _call(
         self,
@@ -45,9 +55,8 @@ class VarlenKernels:
         keys: torch.Tensor,
         values: torch.Tensor,
         batch: PrefillBatch | DecodeBatch,
-        max_queries: int,
-        max_context: int,
-        num_splits: int | None,
+        window_size: tuple[int, int],
+        splits: dict[str, int],
     ) -> torch.Tensor:
         out: torch.Tensor = self.function(
             q.contiguous(),
@@ -55,12 +64,12 @@ class VarlenKernels:
             values,
             batch.cu_queries,
             batch.cu_contexts,
-            max_queries,
-            max_context,
-            window_size=(-1, 0),
+            batch.most_queries,
+            batch.longest,
+            window_size=window_size,
             enable_gqa=True,
             seqused_k=batch.context_lengths,
             block_table=batch.block_table,
-            num_splits=num_splits,
+            **splits,
         )
         return out

@@ -16,6 +16,7 @@ import torch
 from executor_harness import THREADS, prompts, tiny
 from fake_cuda import fake_cuda
 from flash_stub import FLASH2, FLASH3
+from torch.nn.attention.varlen import varlen_attn
 
 from confsim.errors import InputError
 from confsim.specs import KvConfig
@@ -55,7 +56,9 @@ def varlen(*args: object, **kwargs: object) -> torch.Tensor:
     captured: dict[str, object] = {}
 
     def kernel(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, window, gqa, used, table, splits):  # type: ignore[no-untyped-def]
-        assert (causal, gqa, scale) == (True, True, None)
+        assert (gqa, scale, splits) == (True, None, None)
+        assert causal == (max_q > 1)  # any window keeps the grouped heads of single queries from being packed
+        assert window == ([-1, 0] if causal else [-1, -1])
         assert k.shape[1] % 256 == 0
         captured["out"] = _attend(q, (k, v), table, cu_q, used)
         return captured["out"], None, None
@@ -79,8 +82,44 @@ def install(monkeypatch: pytest.MonkeyPatch, **modules: object) -> None:
 KERNELS = {
     "flash2": Flash2Kernels(FLASH2, "2.8.3"),
     "flash3": Flash3Kernels(FLASH3, "3.0.0", prefill_margin=32, decode_margin=100),
-    "varlen": VarlenKernels(varlen),
+    "varlen": VarlenKernels(varlen, {}),
 }
+
+
+def of_2_11(
+    query: object,
+    key: object,
+    value: object,
+    cu_seq_q: object,
+    cu_seq_k: object,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: object = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+) -> object:
+    """`varlen_attn` before it knew pages: it would refuse the arguments, whatever the version says."""
+    raise AssertionError("was called")
+
+
+def test_the_signature_of_varlen_attn_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a version: a function without pages is passed over, or named where it was asked for."""
+    name = "torch.nn.attention.varlen"
+    install(monkeypatch, **{name: SimpleNamespace(varlen_attn=of_2_11)})
+    assert choose(CUDA).name == "sdpa"
+    with pytest.raises(InputError, match="varlen_attn takes block_table"):
+        choose(Device("cuda", "bfloat16", attention="varlen"))
+    install(monkeypatch, **{name: SimpleNamespace(varlen_attn=with_pages)})
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
+    chosen = choose(Device("cuda", "bfloat16", attention="varlen", num_splits=4))
+    assert isinstance(chosen, VarlenKernels)
+    assert chosen.splits == {}  # it has none to tell
+
+
+def with_pages(*args: object, enable_gqa: bool, seqused_k: object, block_table: object) -> object:
+    """A `varlen_attn` that takes pages, but no number of splits."""
+    raise AssertionError("was called")
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -160,7 +199,7 @@ def test_choice_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     assert choose(CUDA).name == "sdpa"
-    install(monkeypatch, **{"torch.nn.attention.varlen": SimpleNamespace(varlen_attn=varlen)})
+    install(monkeypatch, **{"torch.nn.attention.varlen": SimpleNamespace(varlen_attn=varlen_attn)})
     assert choose(CUDA).name == "torch varlen"
     install(monkeypatch, flash_attn=FLASH2)
     assert choose(CUDA).name == "flash-attn 2"
