@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,10 @@ from confsim.run.model_backend import Noise
 from confsim.run.plan import DecodeBatch, IterationPlan, IterationTiming, PrefillChunk
 from confsim.run.request import Request
 from confsim.schemes.cost import CoBatchCost, in_turn
+from confsim.schemes.rank_rules import RankRules
 from confsim.specs import ClusterSpec, KvConfig
 from executor.backend import LiveBackend
-from executor.config import Device, ExecutorConfig, Layout
+from executor.config import ExecutorConfig, Layout
 from executor.layouts import live_kinds
 from executor.probe import warm_up
 from executor.runtime import Runtime
@@ -89,7 +90,8 @@ class LiveRun:
         except BaseException:
             ranks.close()
             raise
-        _describe_ranks(cost, ranks.layout, self.config.executor.device)
+        rules = ranks.layout.rules
+        RankRules.of(asdict(self.config.executor.device), rules.side_by_side, rules.moves_prompts).apply(cost)
         self.loop = LiveLoop(ranks, cost, self._now_s, self.config)
         return self.loop
 
@@ -113,18 +115,6 @@ class LiveRun:
         """End the ranks."""
         if self.loop is not None:
             self.loop.close()
-
-
-def _describe_ranks(cost: CoBatchCost, layout: Layout, device: Device) -> None:
-    """Have the planner price what these ranks do.
-
-    Their host time is exposed, attention paths may run in turn, and on CPU the rank itself moves the KV.
-    """
-    cost.async_schedule = False
-    if device.overlap == "turn" or not layout.rules.side_by_side:
-        cost.stage = in_turn
-    if device.kind == "cpu" and layout.rules.moves_prompts:
-        cost.overlap_transfer = False
 
 
 @dataclass

@@ -17,7 +17,8 @@ from confsim.latency.curve import rounded
 from confsim.latency.profile import Profile
 from confsim.run.plan import DecodeBatch, IterationPlan, PrefillChunk
 from confsim.run.request import Request
-from confsim.schemes.cost import CoBatchCost, in_turn, overlapped
+from confsim.schemes.cost import CoBatchCost, overlapped
+from confsim.schemes.rank_rules import RankRules
 from confsim.specs import GpuSpec, ModelSpec
 
 HELD_OUT = "mixed"
@@ -135,7 +136,6 @@ def _iteration_errors(
 
 
 def _predictor(profile: Profile, model: ModelSpec, gpu: GpuSpec, raw: Raw) -> Callable[[Cell], float]:
-    overlap = raw.head["device"].get("overlap", "turn")
     compiled: dict[tuple[int, int], LatencyModel] = {}
 
     def latency(tp: int, sp: int) -> LatencyModel:
@@ -145,16 +145,14 @@ def _predictor(profile: Profile, model: ModelSpec, gpu: GpuSpec, raw: Raw) -> Ca
 
     def seconds(cell: Cell) -> float:
         spread = cell.kind == "sp"
-        stage = in_turn if overlap == "turn" or cell.kind != "xp" else overlapped
         cost = CoBatchCost(
             latency(cell.tp, cell.sp),
-            stage,
-            async_schedule=False,
+            overlapped,
             spread=latency(cell.tp * cell.sp, 1) if spread else None,
             joint_exchange=spread,
-            overlap_transfer=not (moves_in_line(raw) and cell.kind == "xp"),
         )
-        return cost.timing(_plan(cell)).duration_s
+        is_xp = cell.kind == "xp"
+        return RankRules.of(raw.head["device"], is_xp, is_xp).apply(cost).timing(_plan(cell)).duration_s
 
     return seconds
 

@@ -10,6 +10,7 @@ import numpy as np
 from analysis.calibrate.measurements import CollectiveTable, Floats, Ints
 from analysis.calibrate.rounds import Cell, Raw
 from confsim.parallel import kv_token_bytes
+from confsim.schemes.rank_rules import RankRules
 from confsim.specs import ModelSpec
 
 
@@ -40,8 +41,8 @@ def robust_line(x: Ints, y: Floats) -> Callable[[Any], Floats]:
 
 
 def moves_in_line(raw: Raw) -> bool:
-    """Whether moving KV lengthens an iteration: on CPU the rank itself does it."""
-    return bool(raw.head["device"]["kind"] == "cpu")
+    """Whether moving KV lengthens an iteration."""
+    return RankRules.of(raw.head["device"]).moves_in_line
 
 
 def _added(raw: Raw, cell: Cell) -> float:

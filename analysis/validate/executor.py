@@ -27,6 +27,7 @@ from confsim.errors import InputError
 from confsim.outcome.result import Result, write_json, write_table
 from confsim.run.engine import Run, Simulation
 from confsim.run.model_backend import ModelBackendConfig
+from confsim.schemes.rank_rules import RankRules
 from confsim.setup.provenance import provenance
 
 Floats = npt.NDArray[np.float64]
@@ -94,12 +95,9 @@ def live_config(overrides: Sequence[str]) -> DictConfig:
     cfg = api.compose([*given, "backend=live"], command="validate")
     OmegaConf.set_struct(cfg, False)
     cfg.backend.keep_plans = True
-    if "async_schedule" in cfg.scheme:
-        cfg.scheme.async_schedule = False  # the ranks' host time is in series with their work
-    if "overlap" in cfg.scheme and OmegaConf.select(cfg, "executor.device.overlap") == "turn":
-        cfg.scheme.overlap = False
-    if "overlap_transfer" in cfg.scheme and OmegaConf.select(cfg, "executor.device.kind") == "cpu":
-        cfg.scheme.overlap_transfer = False  # on CPU the rank itself moves the KV
+    for key, value in RankRules.of(cfg.executor.device).options().items():
+        if key in cfg.scheme:
+            cfg.scheme[key] = value
     return cfg
 
 

@@ -247,7 +247,7 @@ def _counters(run: Replayed) -> dict[str, float]:
 def _kv(report: KvReport, run: Replayed) -> dict[str, Any]:
     return {
         "groups": report.groups,
-        "gpus_a_group": report.gpus_a_group,
+        "gpus_per_group": report.gpus_per_group,
         "capacity_tokens": report.capacity_tokens,
         "block_tokens": run.setup.kv.block_tokens,
         "given": report.capacity.given,

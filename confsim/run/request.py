@@ -79,7 +79,6 @@ class Request:
         "prefilled",
         "prompt_tokens",
         "reason",
-        "session",
         "slices",
         "state",
         "target_tokens",
@@ -93,14 +92,12 @@ class Request:
         prompt_tokens: int,
         ttft_limit_s: float = float("inf"),
         block_ids: tuple[int, ...] = (),
-        session: int = -1,
     ) -> None:
         self.id = id  # row of the load
         self.arrival_s = arrival_s
         self.prompt_tokens = prompt_tokens
         self.ttft_limit_s = ttft_limit_s
         self.block_ids = block_ids  # prefix block ids, in kv blocks of the simulation
-        self.session = session
         self.target_tokens = prompt_tokens  # tokens to prefill; prompt + emitted after a preemption
         self.prefilled = 0  # of target_tokens, cached prefix included
         self.cached = 0  # tokens found in the prefix cache, all admissions together

@@ -88,10 +88,10 @@ class Setup:
 @mypyc_attr(native_class=False)
 @dataclass(frozen=True)
 class KvReport:
-    """KV of a scheme as results state it: `groups` pools of `gpus_a_group` GPUs, each of `capacity_tokens`."""
+    """KV of a scheme as results state it: `groups` pools of `gpus_per_group` GPUs, each of `capacity_tokens`."""
 
     groups: int
-    gpus_a_group: int
+    gpus_per_group: int
     capacity_tokens: int
     capacity: KvCapacity  # of one TP group, term by term
 

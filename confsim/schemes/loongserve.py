@@ -67,7 +67,7 @@ class LoongServe:
         """The loop over all instances."""
         require_model_backend(setup, self.name)
         report = self.kv_report(setup)
-        cost = RingCost.of(setup, report.gpus_a_group, report.groups, self.ring_overlap)
+        cost = RingCost.of(setup, report.gpus_per_group, report.groups, self.ring_overlap)
         options = ElasticOptions(self._limits(report), self.max_wait_tokens, self.compute_bound_batch, self._splits())
         return ElasticInstance(setup, self.name, cost, report.groups, report.capacity_tokens, options)
 

@@ -170,7 +170,7 @@ def test_memory_pays_for_graphs_of_every_partition() -> None:
 
     mux = capacity("scheme=muxwise")
     plain = capacity("scheme=muxwise", "scheme.graph_memory=0", "scheme.longest_prompt_tokens=8192")
-    assert mux["groups"] == 1 and mux["gpus_a_group"] == 4
+    assert mux["groups"] == 1 and mux["gpus_per_group"] == 4
     assert mux["capacity_tokens"] < plain["capacity_tokens"]
     extra = -mux["terms"]["terms"]["extra"]
     assert extra == int(0.062 * 85520809984) - 2**30 + 7 * 2 * 4 * 2**20 + 392 * 2**20

@@ -47,7 +47,7 @@ def test_one_pool_over_all_gpus_without_replicas() -> None:
     for gpus in (4, 8):
         sim = build(compose([*SCHEME, f"cluster.gpus={gpus}", "trace=fixed", "kv.capacity_tokens=16000"]))
         kv = sim.run().summary["kv"]
-        assert (kv["groups"], kv["gpus_a_group"], kv["capacity_tokens"]) == (1, gpus, 16000 * gpus)
+        assert (kv["groups"], kv["gpus_per_group"], kv["capacity_tokens"]) == (1, gpus, 16000 * gpus)
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "srpf", "deadline_waterfill"])

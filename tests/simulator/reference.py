@@ -72,12 +72,12 @@ class Reference:
         self.groups = case.groups
         self.moves = case.groups > 1
         heads = case.kv_heads
-        gpus_a_group = case.tp if case.scheme == "conflux" else case.gpus
-        of_group = max(1, heads // gpus_a_group)
-        of_shard = max(1, heads // (gpus_a_group * self.groups))
+        gpus_per_group = case.tp if case.scheme == "conflux" else case.gpus
+        of_group = max(1, heads // gpus_per_group)
+        of_shard = max(1, heads // (gpus_per_group * self.groups))
         self.unit = of_group // of_shard if self.moves else 1  # a decode block in units of a prompt's block on a group
         assert case.capacity_tokens is not None
-        capacity = case.capacity_tokens * gpus_a_group // case.tp
+        capacity = case.capacity_tokens * gpus_per_group // case.tp
         self.capacity = capacity // case.block_tokens * self.unit
         self.entry = case.trace_block_tokens if case.prefix_cache else 0
         self.cache: dict[int, int] = {}  # prefix block -> when it was used last
