@@ -17,7 +17,8 @@ from executor.clock import STAGES
 from executor.config import Device, ExecutorConfig, Layout, ModelConfig, Sampling
 from executor.errors import RankError
 from executor.message import NewRequest, Ready, Report, resolve
-from executor.team import Team, make_team
+from executor.start import make_team
+from executor.team import Team
 
 
 class ExecutedIteration(IterationTiming):

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -20,9 +19,8 @@ from pathlib import Path
 
 import torch
 
-from confsim.specs import KvConfig
 from executor.collectives import Meeting, thread_groups, thread_meetings
-from executor.config import Device, Layout, ModelConfig
+from executor.config import Device
 from executor.errors import RankError
 from executor.message import Failure, Iteration, RankConfig, Ready, Report
 from executor.serve import serve
@@ -238,22 +236,6 @@ class ThreadTeam(Team):
         for meetings in self._meetings.values():
             for meeting in meetings:
                 meeting.break_up()
-
-
-def make_team(model: ModelConfig, layout: Layout, device: Device, kv: KvConfig) -> Team:
-    """The ranks that a device configuration asks for."""
-    if device.launcher == "auto":
-        from executor.joined import joined_team
-
-        team = joined_team(model, layout, device, kv)
-        if team is not None:
-            return team
-    if device.launcher == "threads":
-        return ThreadTeam([RankConfig(rank, model, layout, device, kv, "") for rank in range(layout.ranks)])
-    folder = tempfile.mkdtemp(prefix="confsim-ranks-")
-    store = str(Path(folder) / "store")
-    configs = [RankConfig(rank, model, layout, device, kv, store) for rank in range(layout.ranks)]
-    return ProcessTeam(configs, folder, device.start_timeout_s)
 
 
 def name_signal(code: int) -> str:
