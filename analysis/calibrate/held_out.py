@@ -17,7 +17,7 @@ from confsim.latency.curve import rounded
 from confsim.latency.profile import Profile
 from confsim.run.plan import DecodeBatch, IterationPlan, PrefillChunk
 from confsim.run.request import Request
-from confsim.schemes.cost import CoBatchCost, overlapped
+from confsim.schemes.cost import CoBatchCost, beside
 from confsim.schemes.rank_rules import RankRules
 from confsim.specs import GpuSpec, ModelSpec
 
@@ -147,7 +147,7 @@ def _predictor(profile: Profile, model: ModelSpec, gpu: GpuSpec, raw: Raw) -> Ca
         spread = cell.kind == "sp"
         cost = CoBatchCost(
             latency(cell.tp, cell.sp),
-            overlapped,
+            beside,
             spread=latency(cell.tp * cell.sp, 1) if spread else None,
             joint_exchange=spread,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -11,28 +11,26 @@ from typing import Any
 from confsim.errors import InputError
 from confsim.latency.compiled import CompiledLatency
 from confsim.latency.profile import PACKAGED, Profile
-from confsim.latency.share import SmShares
+from confsim.latency.share import BANDWIDTH_SHARE, TMA_SHARE, SmShares
 from confsim.specs import GpuSpec, ModelSpec
-
-# Decode keeps this share of its bandwidth on its smallest SM share, by the definition of that share.
-DECODE_BANDWIDTH = 0.9
 
 
 @dataclass(frozen=True)
 class FittedLatency:
     """`latency=profile`: the fitted profile of the model on the GPU, from the package or from a file.
 
-    While both attention paths run, decode holds `decode_sm_share` of the SMs and reaches 90% of its bandwidth
+    While both attention paths run, decode holds the smallest share of the SMs on which it reaches 90% of its bandwidth
     (g_d = 1 / 0.9) and prefill attention computes on the rest (g_p = 1 / (1 - share)), unless the slowdowns are given
-    here or were measured into the profile; those given here win. `split_kv`: attention behind a prefix as kernels run
-    it that split a tile's keys over SMs.
+    here or were measured into the profile; those given here win. That share is `decode_sm_share` for `tma` kernels;
+    for others, and where `shares` measured it, it follows from `shares`. `split_kv`: attention behind a prefix as
+    kernels run it that split a tile's keys over SMs.
 
     Raises:
-        InputError: for a share outside [0, 1), a slowdown below 1, or negative overheads or noise.
+        InputError: for a share that is not above 0 and below 0.9, a slowdown below 1, or negative overheads or noise.
     """
 
     profile: str = "auto"
-    decode_sm_share: float = 0.5
+    decode_sm_share: float = TMA_SHARE
     prefill_slowdown: float | None = None
     decode_slowdown: float | None = None
     iteration_overhead_s: float | None = None
@@ -42,8 +40,13 @@ class FittedLatency:
     shares: SmShares = field(default_factory=SmShares)
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.decode_sm_share < 1.0:
-            raise InputError(f"latency.decode_sm_share={self.decode_sm_share}: give a share of SMs from 0 to below 1")
+        if not 0.0 < self.decode_sm_share < BANDWIDTH_SHARE:
+            raise InputError(
+                f"latency.decode_sm_share={self.decode_sm_share}: give a share of SMs above 0 and below 0.9, "
+                "at which bandwidth would only be proportional to the SMs"
+            )
+        if self.shares.tma_share is None:
+            object.__setattr__(self, "shares", replace(self.shares, tma_share=self.decode_sm_share))
         for key, least in (
             ("prefill_slowdown", 1.0),
             ("decode_slowdown", 1.0),
@@ -81,8 +84,8 @@ class FittedLatency:
             gpu,
             tp,
             sp,
-            prefill_slowdown=1.0 / (1.0 - self.decode_sm_share),
-            decode_slowdown=1.0 / DECODE_BANDWIDTH,
+            prefill_slowdown=1.0 / (1.0 - self.shares.decode_share(gpu)),
+            decode_slowdown=1.0 / BANDWIDTH_SHARE,
             iteration_overhead_s=self.iteration_overhead_s,
             sequence_overhead_s=self.sequence_overhead_s,
             split_kv=self.split_kv,

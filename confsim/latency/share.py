@@ -5,7 +5,7 @@ not reach the memory's bandwidth, while the last ones add little: every further 
 still unused, `db/ds = (1 - b) / k`, hence `b(s) = (1 - exp(-s / k)) / (1 - exp(-1 / k))` for a share `s`. Collectives
 are bound by links and need few SMs.
 
-Public measurements of the bandwidth reached by a share of the SMs, beside the law:
+Reading the weights. Public measurements of the bandwidth reached by a share of the SMs, beside the law:
 
 - A100, decode iterations of a 70B model on TP8 (coefficients of SGLang's pdmux, weights' part): 64%, 92% and 99% on
   24, 56 and 88 of 108 SMs; k = 0.22 gives 64%, 91%, 99%.
@@ -15,6 +15,15 @@ Public measurements of the bandwidth reached by a share of the SMs, beside the l
 The default, 0.22, lies between them. The same A100 coefficients put prefill's time at 4.6, 2.1 and 1.4 times the
 full GPU's on 24, 56 and 88 of 108 SMs for 32K tokens, where arithmetic alone says 4.5, 1.9 and 1.2. For links:
 24 SMs brought 337 GB/s of about 380 reachable on NVLink 4 (github.com/deepseek-ai/DeepEP/issues/16).
+
+Decode attention reads KV, and how many SMs that takes depends on the kernel (`FAMILIES`):
+
+- `tma` (FlashAttention-3): the law above with 90% of the bandwidth on a share of 0.32. By Little's law 90% of 3.0 TB/s
+  at 0.6 to 0.8 us needs 1.6 to 2.2 MB in flight, 38 to 51 KB on each of 42 SMs, which TMA stages can hold. The figure
+  itself follows from ConfluxServe's attention stage: 28.0 ms where confsim predicts 36.3 ms in turn (docs/latency.md).
+- `linear` (FlashInfer, cp.async kernels: about 10 KB in flight an SM): the context term of the decode fits that
+  SGLang's pdmux ships for 8 A100 (`LINEAR`), nearly linear in the SMs. Its fits for H800 give .19, .45, .65 on 24, 56,
+  88 of 132, slightly less still.
 """
 
 from __future__ import annotations
@@ -28,11 +37,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from confsim.errors import InputError
 from confsim.latency.base import LatencyModel
 from confsim.specs import GpuSpec
 
 FORMAT = 1
+FAMILIES = ("tma", "linear")
+BANDWIDTH_SHARE = 0.9  # of its bandwidth that decode attention keeps on the SMs that Conflux gives it
+TMA_SHARE = 0.32  # of the SMs, with which `tma` kernels reach it
+# Speed of `linear` kernels by the share of SMs: 24, 56, 88 and 108 of 108.
+LINEAR = ((0.0, 24 / 108, 56 / 108, 88 / 108, 1.0), (0.0, 0.23, 0.53, 0.77, 1.0))
 SATURATED_TOKENS = 8192  # by this many tokens a GEMM computes at its best rate
 SMALL_TOKENS = 256
 
@@ -52,7 +68,11 @@ ALL_SMS = Speeds(1.0, 1.0, 1.0, 1.0, 1.0)
 
 @dataclass(frozen=True)
 class SmShares:
-    """`latency.shares`: the law's parameters, or a measured table in its place.
+    """`latency.shares`: the laws' parameters, or a measured table in their place.
+
+    `bandwidth_scale` is the `k` of reading weights. `kernels` names the family of the decode attention kernels
+    (`FAMILIES`); `auto` is the one that a scheme's implementation uses. `tma_share` is the share of the SMs on which
+    `tma` kernels reach 90% of their bandwidth (None: `latency.decode_sm_share`, 0.32 where that does not exist).
 
     `table` is the path of a JSON object: `"kind": "sm_shares"`, `"format": 1`, `"gpu"` (a name of `conf/gpu`), `"sms"`
     (ascending counts, the last one all SMs of the GPU) and, for each name of `Speeds` that was measured, a list of
@@ -65,16 +85,22 @@ class SmShares:
 
     bandwidth_scale: float = 0.22
     collective_sms: int = 24
+    kernels: str = "auto"
+    tma_share: float | None = None
     table: str | None = None
 
     def __post_init__(self) -> None:
+        if self.kernels not in ("auto", *FAMILIES):
+            raise InputError(f"latency.shares.kernels={self.kernels}: use auto or one of {', '.join(FAMILIES)}")
+        if self.tma_share is not None and not 0.0 < self.tma_share < BANDWIDTH_SHARE:
+            raise InputError(f"latency.shares.tma_share={self.tma_share}: give a share of SMs above 0 and below 0.9")
         if not (math.isfinite(self.bandwidth_scale) and self.bandwidth_scale > 0):
             raise InputError(f"latency.shares.bandwidth_scale={self.bandwidth_scale}: give a share of SMs above 0")
         if self.collective_sms < 1:
             raise InputError(f"latency.shares.collective_sms={self.collective_sms}: give 1 or more SMs")
 
-    def speeds(self, gpu: GpuSpec, sms: int) -> Speeds:
-        """Speeds on `sms` SMs of the GPU.
+    def speeds(self, gpu: GpuSpec, sms: int, kernels: str = "tma") -> Speeds:
+        """Speeds on `sms` SMs of the GPU, for a scheme whose implementation uses decode attention of `kernels`.
 
         Raises:
             InputError: where the table is missing, malformed, or of another GPU.
@@ -82,17 +108,58 @@ class SmShares:
         if not 1 <= sms <= gpu.sms:
             raise InputError(f"{sms} SMs: {gpu.name} has {gpu.sms}")
         share = sms / gpu.sms
-        bandwidth = self._bandwidth(share)
-        law = Speeds(share, bandwidth, share, bandwidth, min(1.0, sms / min(self.collective_sms, gpu.sms)))
-        if self.table is None:
-            return law
-        table = _load(self.table)
-        _check_gpu(table, gpu, self.table)
+        law = Speeds(
+            compute=share,
+            bandwidth=_saturating(share, self.bandwidth_scale),
+            prefill_attention=share,
+            decode_attention=self._decode_attention(share, kernels),
+            collective=min(1.0, sms / min(self.collective_sms, gpu.sms)),
+        )
+        table = self._table(gpu)
         measured = {name: _interpolate(table["sms"], table[name], sms) for name in Speeds._fields if name in table}
         return law._replace(**measured)
 
-    def _bandwidth(self, share: float) -> float:
-        return math.expm1(-share / self.bandwidth_scale) / math.expm1(-1.0 / self.bandwidth_scale)
+    def decode_share(self, gpu: GpuSpec, kernels: str = "tma") -> float:
+        """The smallest share of the SMs on which decode attention reaches 90% of its bandwidth.
+
+        Raises:
+            InputError: as `speeds`.
+        """
+        table = self._table(gpu)
+        if "decode_attention" in table:
+            return float(np.interp(BANDWIDTH_SHARE, [0.0, *table["decode_attention"]], [0, *table["sms"]])) / gpu.sms
+        if self._family(kernels) == "linear":
+            return float(np.interp(BANDWIDTH_SHARE, LINEAR[1], LINEAR[0]))
+        return self.tma_share or TMA_SHARE
+
+    def _family(self, kernels: str) -> str:
+        return kernels if self.kernels == "auto" else self.kernels
+
+    def _decode_attention(self, share: float, kernels: str) -> float:
+        if self._family(kernels) == "linear":
+            return float(np.interp(share, *LINEAR))
+        return _saturating(share, _scale(self.tma_share or TMA_SHARE))
+
+    def _table(self, gpu: GpuSpec) -> Mapping[str, Any]:
+        if self.table is None:
+            return {}
+        table = _load(self.table)
+        _check_gpu(table, gpu, self.table)
+        return table
+
+
+def _saturating(share: float, scale: float) -> float:
+    return math.expm1(-share / scale) / math.expm1(-1.0 / scale)
+
+
+@lru_cache(maxsize=64)
+def _scale(share: float) -> float:
+    """The scale at which `share` of the SMs reaches 90% of the bandwidth, found by bisection."""
+    narrow, wide = share / 40.0, 1e4
+    for _ in range(200):
+        middle = math.sqrt(narrow * wide)
+        narrow, wide = (middle, wide) if _saturating(share, middle) > BANDWIDTH_SHARE else (narrow, middle)
+    return narrow
 
 
 class PartitionLatency:

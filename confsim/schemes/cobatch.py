@@ -83,8 +83,8 @@ class CoBatchInstance(Instance):
         self.serving.audit()
 
     def counters(self) -> Mapping[str, float]:
-        """Iterations that overlap made slower, and what a group waited for others in decode-only iterations."""
-        return {"overlap_slower_iterations": self.cost.slower_overlaps, "lockstep_wait_s": self._lockstep_wait_s}
+        """Iterations whose attention ran in turn, and what a group waited for others in decode-only iterations."""
+        return {"in_turn_iterations": self.cost.in_turn_iterations, "lockstep_wait_s": self._lockstep_wait_s}
 
     # The loop
 

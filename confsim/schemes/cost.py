@@ -15,10 +15,6 @@ from confsim.run.model_backend import Clock
 from confsim.run.plan import DecodeBatch, DecodeLoad, DecodeRun, IterationPlan, IterationTiming
 from confsim.run.request import Request
 
-# A path is slowed in full once the other one takes at least this share of it; below that its slowdown fades, so
-# that the stage is continuous where a path becomes empty.
-FULL_SLOWDOWN_SHARE = 0.1
-
 
 class Planned(NamedTuple):
     """The prefill side of an iteration so far."""
@@ -35,18 +31,24 @@ def in_turn(communication_s: float, prefill_s: float, decode_s: float, latency: 
     return communication_s + prefill_s + decode_s
 
 
-def overlapped(communication_s: float, prefill_s: float, decode_s: float, latency: LatencyModel) -> float:
-    """max(comm + g_p * prefill, g_d * decode), the paper's stage; communication needs few SMs and is not slowed."""
+def beside(communication_s: float, prefill_s: float, decode_s: float, latency: LatencyModel) -> float:
+    """max(comm + g_p * prefill, g_d * decode): both paths at once; communication needs few SMs and is not slowed."""
     prefill_path_s = communication_s + prefill_s
     if prefill_path_s == 0.0 or decode_s == 0.0:
         return prefill_path_s + decode_s
-    shared_s = decode_s / FULL_SLOWDOWN_SHARE
-    slowed_s = prefill_s if prefill_s < shared_s else shared_s
-    prefill_path_s += slowed_s * (latency.prefill_slowdown - 1.0)
-    shared_s = (communication_s + prefill_s) / FULL_SLOWDOWN_SHARE
-    slowed_s = decode_s if decode_s < shared_s else shared_s
-    decode_path_s = decode_s + slowed_s * (latency.decode_slowdown - 1.0)
+    prefill_path_s = communication_s + latency.prefill_slowdown * prefill_s
+    decode_path_s = latency.decode_slowdown * decode_s
     return prefill_path_s if prefill_path_s > decode_path_s else decode_path_s
+
+
+def overlapped(communication_s: float, prefill_s: float, decode_s: float, latency: LatencyModel) -> float:
+    """The paths at once, or in turn where that is shorter: a planner with a latency model knows which.
+
+    So the stage is continuous where a path becomes empty.
+    """
+    turn_s = in_turn(communication_s, prefill_s, decode_s, latency)
+    both_s = beside(communication_s, prefill_s, decode_s, latency)
+    return both_s if both_s < turn_s else turn_s
 
 
 # Seconds of the attention stage from those of communication, prefill attention and decode attention alone.
@@ -71,7 +73,7 @@ class CoBatchCost:
     spread: LatencyModel | None = None
     joint_exchange: bool = False
     overlap_transfer: bool = True
-    slower_overlaps: int = 0  # iterations in which overlap was slower than running the paths in turn
+    in_turn_iterations: int = 0  # iterations with both attention paths, one after the other
 
     def load(self, batches: Sequence[DecodeBatch]) -> DecodeLoad:
         """The decode side of the next iteration."""
@@ -173,7 +175,8 @@ class CoBatchCost:
         shard = max(shards)
         communication_s = latency.all_to_all_s(stacked if self.joint_exchange else shard)
         stage_s = self.stage(communication_s, attention_s, load.attention_s, latency)
-        self.slower_overlaps += stage_s > communication_s + attention_s + load.attention_s
+        if attention_s > 0.0 and load.attention_s > 0.0:
+            self.in_turn_iterations += stage_s >= in_turn(communication_s, attention_s, load.attention_s, latency)
         linear_s = self.linear_s(load, stacked, shard)
         head_s = latency.head_s(load.peak + firsts)
         gpu_s = linear_s + stage_s + head_s

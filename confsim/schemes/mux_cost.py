@@ -18,6 +18,7 @@ from confsim.schemes.cost import CoBatchCost, in_turn
 from confsim.specs import GpuSpec
 
 LEAST_SMS = 8  # of a green context on Hopper
+KERNELS = "linear"  # its implementation runs FlashInfer
 # The largest slowdown of decode beside prefill that the MuxWise paper reports (arXiv 2504.14489).
 WORST_SLOWDOWN = {"a100_sxm": 1.2, "h100_sxm": 1.3}
 OTHER_SLOWDOWN = 1.3
@@ -103,7 +104,7 @@ class MuxCost:
         self._contention = contention
         self._alone = CoBatchCost(latency, in_turn, async_schedule=options.async_schedule)
         self._priced: list[tuple[Sequence[PrefillChunk], dict[int, PrefillTime]]] = []  # batches, and times by split
-        speeds = [shares.speeds(gpu, sms) for sms in splits]
+        speeds = [shares.speeds(gpu, sms, KERNELS) for sms in splits]
         self._decode = [PartitionLatency(latency, speed) for speed in speeds]
         self._attention = [1.0 / speed.decode_attention for speed in speeds]
         self._prefill = [PartitionLatency(latency, shares.speeds(gpu, gpu.sms - sms)) for sms in splits]

@@ -30,7 +30,7 @@ class Hand:
 
     @property
     def _speeds(self) -> Any:
-        return SmShares().speeds(H100, self.sms)
+        return SmShares().speeds(H100, self.sms, "linear")
 
     def decode(self, count: int, context: int) -> float:
         speeds = self._speeds

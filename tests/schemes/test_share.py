@@ -14,7 +14,7 @@ from confsim.errors import InputError
 from confsim.latency.affine import AffineLatency
 from confsim.latency.base import LatencyModel
 from confsim.latency.config import FittedLatency
-from confsim.latency.share import ALL_SMS, PartitionLatency, SmShares, Speeds
+from confsim.latency.share import ALL_SMS, FAMILIES, PartitionLatency, SmShares, Speeds
 from confsim.specs import GpuSpec, ModelSpec
 
 A100 = GpuSpec("a100_sxm", 85899345920, 2.039e12, 3.12e14, 3.0e11, 108)
@@ -55,16 +55,53 @@ def test_bandwidth_law_passes_through_the_public_h100_copy_at_its_own_scale(sms:
 def test_law_at_half_the_gpu_and_at_all_of_it() -> None:
     half = SmShares().speeds(H100, 66)
     assert half.compute == half.prefill_attention == 0.5
-    assert half.bandwidth == half.decode_attention == pytest.approx(0.9066, abs=1e-4)
+    assert half.bandwidth == pytest.approx(0.9066, abs=1e-4)
+    assert half.decode_attention == pytest.approx(0.9731, abs=1e-4)  # about 1 - 0.1 ** (0.5 / 0.32)
     assert half.collective == 1.0
     assert SmShares().speeds(H100, 12).collective == 0.5
     assert SmShares().speeds(H100, 132) == ALL_SMS
 
 
-@given(st.integers(1, 131), st.integers(1, 131))
-def test_speeds_rise_with_the_sms(a: int, b: int) -> None:
+def test_tma_kernels_reach_90_percent_on_their_share() -> None:
+    gpu = GpuSpec("hundred", 8 * 10**10, 3e12, 1e15, 4.5e11, 100)
+    assert SmShares().speeds(gpu, 32, "tma").decode_attention == pytest.approx(0.9, rel=1e-9)
+    assert SmShares(tma_share=0.5).speeds(gpu, 50, "tma").decode_attention == pytest.approx(0.9, rel=1e-9)
+    assert SmShares(tma_share=0.89).speeds(gpu, 89, "tma").decode_attention == pytest.approx(0.9, rel=1e-3)
+    assert SmShares(tma_share=0.5).decode_share(gpu, "tma") == 0.5
+
+
+@pytest.mark.parametrize(("sms", "speed"), [(24, 0.23), (56, 0.53), (88, 0.77), (108, 1.0), (40, 0.38), (12, 0.115)])
+def test_linear_kernels_pass_through_the_public_a100_fits(sms: int, speed: float) -> None:
+    assert SmShares().speeds(A100, sms, "linear").decode_attention == pytest.approx(speed)
+
+
+def test_a_named_family_is_that_of_every_scheme_and_weights_keep_their_law() -> None:
+    for own in FAMILIES:
+        forced = SmShares(kernels="linear").speeds(H100, 44, own)
+        assert forced.decode_attention == SmShares().speeds(H100, 44, "linear").decode_attention < 0.35
+        assert forced.bandwidth == SmShares().speeds(H100, 44, own).bandwidth > 0.75
+    # 90% lie at 0.13 / 0.23 of the way from 88 to 108 of 108 SMs
+    assert SmShares().decode_share(H100, "linear") == pytest.approx((88 + 20 * 0.13 / 0.23) / 108)
+
+
+def test_the_static_split_follows_the_family() -> None:
+    """g_p of Conflux: prefill attention computes on what the smallest share with 90% of the bandwidth leaves."""
+    tma, linear = (FittedLatency(shares=SmShares(kernels=name)).compile(QWEN3_14B, H100, 1, 4) for name in FAMILIES)
+    assert tma.prefill_slowdown == pytest.approx(1 / 0.68)
+    assert linear.prefill_slowdown == pytest.approx(1 / (1 - (88 + 20 * 0.13 / 0.23) / 108))
+    assert tma.decode_slowdown == linear.decode_slowdown == pytest.approx(1 / 0.9)
+
+
+def test_the_law_of_tma_kernels_follows_the_static_share() -> None:
+    assert FittedLatency(decode_sm_share=0.5).shares.speeds(H100, 66, "tma").decode_attention == pytest.approx(0.9)
+    given = FittedLatency(decode_sm_share=0.5, shares=SmShares(tma_share=0.25)).shares
+    assert given.speeds(H100, 33, "tma").decode_attention == pytest.approx(0.9)
+
+
+@given(st.integers(1, 131), st.integers(1, 131), st.sampled_from(FAMILIES))
+def test_speeds_rise_with_the_sms(a: int, b: int, kernels: str) -> None:
     low, high = sorted((a, b))
-    pairs = zip(SmShares().speeds(H100, low), SmShares().speeds(H100, high), strict=True)
+    pairs = zip(SmShares().speeds(H100, low, kernels), SmShares().speeds(H100, high, kernels), strict=True)
     assert all(0.0 < slow <= fast <= 1.0 for slow, fast in pairs)
 
 
@@ -125,6 +162,10 @@ def test_table_replaces_what_it_measures(tmp_path: Path) -> None:
     assert speeds.compute == 0.5  # not measured: the law
     assert shares.speeds(H100, 22).bandwidth == pytest.approx(0.3)  # a line from nothing at no SM
     assert shares.speeds(H100, 132) == ALL_SMS
+    # 90% of decode's bandwidth half-way between 88 SMs, with 80%, and all
+    assert shares.decode_share(H100) == pytest.approx(110 / 132)
+    slowed = FittedLatency(shares=shares).compile(QWEN3_14B, H100, 1, 4)
+    assert slowed.prefill_slowdown == pytest.approx(132 / 22)
 
 
 @pytest.mark.parametrize(
@@ -157,5 +198,9 @@ def test_missing_table_and_wrong_parameters() -> None:
         SmShares(bandwidth_scale=0.0)
     with pytest.raises(InputError, match="collective_sms"):
         SmShares(collective_sms=0)
+    with pytest.raises(InputError, match="auto or one of tma, linear"):
+        SmShares(kernels="fa3")
+    with pytest.raises(InputError, match="tma_share"):
+        SmShares(tma_share=0.9)
     with pytest.raises(InputError, match="132"):
         SmShares().speeds(H100, 133)

@@ -10,7 +10,7 @@ from scheme_cases import column, loop_rows, replay, simulation
 from confsim.errors import InputError
 from confsim.latency.affine import AffineLatency
 from confsim.latency.share import SmShares
-from confsim.schemes.cost import in_turn, overlapped
+from confsim.schemes.cost import beside, in_turn, overlapped
 from confsim.schemes.sm_split import Adaptive, attention_stage, fluid
 from confsim.specs import GpuSpec
 
@@ -71,9 +71,31 @@ def test_stages_are_monotone_and_continuous(a: float, b: float, c: float, more: 
         assert near - here <= 30 * tiny
 
 
+@pytest.mark.parametrize(
+    ("communication", "prefill", "decode", "stage"),
+    [
+        (0.004, 0.010, 0.016, 0.024),  # the prefill path, 4 + 2 * 10
+        (0.001, 0.004, 0.016, 0.020),  # the decode path, 1.25 * 16
+        (0.004, 0.020, 0.016, 0.040),  # 44 ms beside each other: in turn
+        (0.000, 0.001, 0.040, 0.041),  # 50 ms beside each other: in turn
+        (0.004, 0.020, 0.000, 0.024),
+        (0.000, 0.000, 0.016, 0.016),
+    ],
+)
+def test_overlapped_by_hand(communication: float, prefill: float, decode: float, stage: float) -> None:
+    assert overlapped(communication, prefill, decode, LAW) == pytest.approx(stage)
+
+
+@given(seconds, seconds, seconds)
+def test_overlapped_is_the_shorter_of_beside_and_in_turn(a: float, b: float, c: float) -> None:
+    found = overlapped(a, b, c, LAW)
+    assert found == min(beside(a, b, c, LAW), in_turn(a, b, c, LAW))
+    assert found >= max(a + b, c)
+
+
 @given(seconds, seconds, seconds)
 def test_fluid_is_never_slower_than_holding_the_partitions(a: float, b: float, c: float) -> None:
-    assert fluid(a, b, c, LAW) <= max(a + 2.0 * b, 1.25 * c) + 1e-12
+    assert fluid(a, b, c, LAW) <= overlapped(a, b, c, LAW) + 1e-12
 
 
 def test_paper_is_the_default_and_unknown_values_are_refused() -> None:
@@ -99,3 +121,13 @@ def test_one_mixed_iteration_of_conflux_by_hand() -> None:
         took = mixed[0]["end_s"] - mixed[0]["start_s"]
         assert took == pytest.approx(linear + head + stage(communication, prefill, decode, LAW))
         assert column(result, "status") == ["completed"] * 2
+
+
+@pytest.mark.parametrize(("split", "slowdown", "count"), [("paper", 2.0, 1), ("fluid", 9.0, 0), ("paper", 1.2, 0)])
+def test_iterations_run_in_turn_are_counted(split: str, slowdown: float, count: int) -> None:
+    """The chunk of 4000: 6 ms of communication and 8 ms of attention beside about 3 ms of decode attention."""
+    rows = [(0.0, 2000, 50), (0.2, 4000, 1)]
+    sim = simulation(
+        f"scheme.sm_split={split}", "slo.tbt_s=1.0", "cluster.gpus=4", prefill_slowdown=slowdown, decode_slowdown=1.0
+    )
+    assert replay(sim, rows).summary["in_turn_iterations"] == count

@@ -192,18 +192,12 @@ class Reference:
         return gpu_s + exposed_s
 
     def stage_s(self, exchange_s: float, prefill_s: float, decode_s: float) -> float:
-        """Attention: in turn, or max(comm + g_p * prefill, g_d * decode).
-
-        A slowdown is full once the other path takes a tenth of the slowed one, and fades below that.
-        """
-        if self.case.scheme == "chunked_prefill":
-            return exchange_s + prefill_s + decode_s
-        path_s = exchange_s + prefill_s
-        if path_s == 0 or decode_s == 0:
-            return path_s + decode_s
-        extra_p = (self.law.prefill_slowdown - 1) * min(prefill_s, 10 * decode_s)
-        extra_d = (self.law.decode_slowdown - 1) * min(decode_s, 10 * path_s)
-        return max(path_s + extra_p, decode_s + extra_d)
+        """Attention: in turn, or max(comm + g_p * prefill, g_d * decode) where that is shorter."""
+        turn_s = exchange_s + prefill_s + decode_s
+        if self.case.scheme == "chunked_prefill" or decode_s == 0 or exchange_s + prefill_s == 0:
+            return turn_s
+        path_s = exchange_s + self.law.prefill_slowdown * prefill_s
+        return min(turn_s, max(path_s, self.law.decode_slowdown * decode_s))
 
     def batch(self, group: int) -> list[Req]:
         return [r for r in self.requests if r.status == "decode" and r.group == group]
