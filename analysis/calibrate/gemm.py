@@ -1,4 +1,8 @@
-"""GEMM times of any weight shape from a measured grid of shapes."""
+"""GEMM times of any weight shape from a measured grid of shapes.
+
+Kernels change with the rows: where a tile of 256 rows more starts another wave, one row more can cost 40%. Such a step
+is kept where engines that call the same kernel measured it alike; everything else is smoothed.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from analysis.calibrate.measurements import GemmTable
+from analysis.calibrate.measurements import GemmTable, Ints
 from analysis.calibrate.smooth import Floats, error_summary, monotone
 
 # Rows of the model's size; small shapes never occur in a served model at any degree.
 LEAST_SHAPE = 512
+# A step: every engine that measured `m` and `m + 1` rows, two or more of them, took longer by at least this share.
+STEP = 0.05
+LEAST_ENGINES = 2
 # Batches by the tokens that they stack on a GPU: decodes alone, decodes with prefill chunks, large prefills.
 BATCH_KINDS = {"decode_batches": (1, 256), "mixed_batches": (257, 4096), "prefill_batches": (4097, 1 << 30)}
 
@@ -30,30 +37,56 @@ class Roof:
         return np.asarray(np.hypot(2.0 * m * n * k / self.flops, traffic / self.bandwidth), dtype=np.float64)
 
 
+def agreed_steps(m: Floats, seconds: Floats, replicate: Ints) -> Floats:
+    """Rows after which the time of one shape steps up, by the agreement of its replicates; ascending."""
+    times: dict[float, dict[int, float]] = {}
+    for rows, second, engine in zip(m.tolist(), seconds.tolist(), replicate.tolist(), strict=True):
+        times.setdefault(rows, {})[engine] = second
+    found = []
+    for rows, before in sorted(times.items()):
+        after = times.get(rows + 1.0, {})
+        ratios = [after[engine] / before[engine] for engine in before if engine in after]
+        if len(ratios) >= LEAST_ENGINES and min(ratios) >= 1.0 + STEP:
+            found.append(rows)
+    return np.asarray(found, dtype=np.float64)
+
+
 class GemmSurface:
-    """Log of time over roof at every measured (n, k), smoothed over m; bilinear in log n and log k between them."""
+    """Log of time over roof at every measured (n, k), smoothed over m; bilinear in log n and log k between them.
+
+    `m_grid` is the grid given and both sides of every step; `steps` are the rows after which some shape steps up.
+    """
 
     def __init__(self, table: GemmTable, roof: Roof, m_grid: Floats) -> None:
         keep = (table.n >= LEAST_SHAPE) & (table.k >= LEAST_SHAPE)
-        self.table, self.keep, self.roof, self.m_grid = table, keep, roof, m_grid
+        self.table, self.keep, self.roof = table, keep, roof
         self.n = np.unique(table.n[keep]).astype(np.float64)
         self.k = np.unique(table.k[keep]).astype(np.float64)
-        self.grid = np.full((len(self.n), len(self.k), len(m_grid)), np.nan)
-        for i, n in enumerate(self.n):
-            for j, k in enumerate(self.k):
-                self.grid[i, j] = self._smooth_shape(n, k)
+        shapes = [[self._smooth_shape(n, k) for k in self.k] for n in self.n]
+        self.steps = np.unique(np.concatenate([steps for row in shapes for _, _, steps in row]))
+        self.m_grid = np.unique(np.concatenate([m_grid, self.steps, self.steps + 1.0]))
+        self.grid = np.array([[self._at_grid(m_grid, *shape) for shape in row] for row in shapes])
 
-    def _rows(self, n: float, k: float) -> tuple[Floats, Floats]:
+    def _rows(self, n: float, k: float) -> tuple[Floats, Floats, Ints]:
         rows = (self.table.n == n) & (self.table.k == k)
-        return self.table.m[rows].astype(np.float64), self.table.seconds[rows]
+        return self.table.m[rows].astype(np.float64), self.table.seconds[rows], self.table.replicate[rows]
 
-    def _smooth_shape(self, n: float, k: float) -> Floats:
-        m, seconds = self._rows(n, k)
+    def _smooth_shape(self, n: float, k: float) -> tuple[Floats, Floats, Floats]:
+        """Rows, log of time over roof there, and the rows after which it steps up."""
+        m, seconds, replicate = self._rows(n, k)
         if not len(m):
-            return np.full(len(self.m_grid), np.nan)
+            return m, seconds, m
+        steps = agreed_steps(m, seconds, replicate)
         where, times = monotone(m, seconds)
-        level = np.log(times / self.roof(where, n, k))
-        return np.asarray(np.interp(np.log(self.m_grid), np.log(where), level), dtype=np.float64)
+        return where, np.log(times / self.roof(where, n, k)), steps
+
+    def _at_grid(self, given: Floats, where: Floats, level: Floats, steps: Floats) -> Floats:
+        """Levels at `m_grid`; next to the steps of other shapes a line between the points that are this one's."""
+        if not len(where):
+            return np.full(len(self.m_grid), np.nan)
+        own = self.m_grid[np.isin(self.m_grid, np.concatenate([given, steps, steps + 1.0]))]
+        levels = np.interp(np.log(own), np.log(where), level)
+        return np.asarray(np.interp(np.log(self.m_grid), np.log(own), levels), dtype=np.float64)
 
     def seconds(self, n: float, k: float) -> Floats:
         """Seconds at `m_grid`, non-decreasing in m; shapes beyond the grid keep the ratio of its edge."""
@@ -89,7 +122,7 @@ class GemmSurface:
             for j in range(1, len(self.k) - 1):
                 if not (least <= self.n[i] <= most and least <= self.k[j] <= most):
                     continue
-                m, seconds = self._rows(self.n[i], self.k[j])
+                m, seconds, _ = self._rows(self.n[i], self.k[j])
                 curve = self.without(i, j)
                 predicted.append(np.exp(np.interp(np.log(m), np.log(self.m_grid), np.log(curve))))
                 measured.append(seconds)
@@ -106,7 +139,7 @@ class GemmSurface:
         predicted, measured = [], []
         for n in self.n[(self.n >= least) & (self.n <= most)]:
             for k in self.k[(self.k >= least) & (self.k <= most)]:
-                m, seconds = self._rows(n, k)
+                m, seconds, _ = self._rows(n, k)
                 curve = self.seconds(n, k)
                 predicted.append(np.exp(np.interp(np.log(m), np.log(self.m_grid), np.log(curve))))
                 measured.append(seconds)

@@ -136,8 +136,7 @@ def linear_terms(
     """Terms of the linear stage of a layer by the tokens stacked on a group."""
     terms: dict[str, Curve] = {}
     for name, (n, k) in gemm_shapes(model, tp).items():
-        times = np.exp(np.interp(np.log(TOKENS), np.log(surface.m_grid), np.log(surface.seconds(n, k))))
-        terms[name] = curve_of(TOKENS, times)
+        terms[name] = _gemm_curve(surface, n, k, TOKENS)
     sizes = elementwise_bytes(model, tp)
     quantise = sizes.pop("quantise", [])
     terms["elementwise"] = curve_of(TOKENS, sum_of(elementwise, [size for part in sizes.values() for size in part]))
@@ -146,6 +145,14 @@ def linear_terms(
     if tp > 1 and all_reduce is not None:
         terms["all_reduce"] = all_reduce.curve(tp, TOKENS, _reduced(model), times=2.0)
     return terms
+
+
+def _gemm_curve(surface: GemmSurface, n: float, k: float, tokens: Floats) -> Curve:
+    """A GEMM at `tokens`, and at both sides of every step in between."""
+    steps = surface.steps[surface.steps < tokens[-1]]
+    tokens = np.unique(np.concatenate([tokens, steps, steps + 1.0]))
+    times = np.exp(np.interp(np.log(tokens), np.log(surface.m_grid), np.log(surface.seconds(n, k))))
+    return curve_of(tokens, times)
 
 
 def _reduced(model: ModelSpec) -> int:
@@ -174,9 +181,8 @@ def head_terms(
     A vocabulary wider than the widest GEMM measured keeps that one's ratio to the roof.
     """
     tokens = TOKENS[TOKENS <= 4096]
-    times = surface.seconds(model.vocab_size / tp, model.hidden_size)
-    gemm = np.exp(np.interp(np.log(tokens), np.log(surface.m_grid), np.log(times)))
-    terms = {"gemm": curve_of(tokens, gemm), "norm": curve_of(tokens, elementwise(tokens * 4 * _reduced(model)))}
+    gemm = _gemm_curve(surface, model.vocab_size / tp, model.hidden_size, tokens)
+    terms = {"gemm": gemm, "norm": curve_of(tokens, elementwise(tokens * 4 * _reduced(model)))}
     if tp > 1 and all_gather is not None:
         terms["gather"] = all_gather.curve(tp, tokens, model.vocab_size * model.itemsize)
     return terms

@@ -69,17 +69,20 @@ def test_s13_coefficients_that_cannot_be(value: float) -> None:
 
 
 def test_s11_a_mixed_iteration_costs_its_stacked_tokens(spread: CompiledLatency) -> None:
-    """Prompts of 4,096 beside 4 decodes: the decodes ride on the read of the weights instead of paying it again."""
-    shard, decodes, context = 4096 // 4, 4, 4 * 8192
+    """Prompts of 4,080 beside 4 decodes: the decodes ride on the read of the weights instead of paying it again.
+
+    At 1,024 stacked tokens: with more, the GEMMs step up by 17%.
+    """
+    shard, decodes, context = 4080 // 4, 4, 4 * 8192
     mixed = (
         spread.linear_s(shard + decodes)
         + max(
-            spread.all_to_all_s(shard) + spread.prefill_slowdown * spread.prefill_attention_s(4096, 0),
+            spread.all_to_all_s(shard) + spread.prefill_slowdown * spread.prefill_attention_s(4080, 0),
             spread.decode_slowdown * spread.decode_attention_s(decodes, context),
         )
         + spread.head_s(decodes + 1)
     )
-    prefill = spread.linear_s(shard) + spread.all_to_all_s(shard) + spread.prefill_attention_s(4096, 0)
+    prefill = spread.linear_s(shard) + spread.all_to_all_s(shard) + spread.prefill_attention_s(4080, 0)
     decode = spread.linear_s(decodes) + spread.decode_attention_s(decodes, context)
     assert max(prefill, decode) < mixed < prefill + decode + spread.head_s(1) + spread.head_s(decodes)
     assert spread.linear_s(shard + decodes) - spread.linear_s(shard) < 0.05 * spread.linear_s(decodes)

@@ -91,14 +91,14 @@ def test_decode_line_is_exact_until_it_ends(
         )
 
 
-def test_tables_have_no_jumps(compiled: CompiledLatency) -> None:
+def test_tables_jump_only_where_kernels_were_measured_to(compiled: CompiledLatency) -> None:
+    """GEMMs after full tiles, where one row more was measured too; nothing else, and nothing beyond 4,352 rows."""
+    tiles = {8, 14, *range(16, 129, 16), 160, 192, 224, *range(256, 4353, 256)}
     for term, step in ((compiled.linear_s, 200e-6), (compiled.head_s, 50e-6), (compiled.all_to_all_s, 100e-6)):
         values = [term(tokens) for tokens in range(1, 40_000)]
-        assert max(b - a for a, b in pairwise(values)) < step, term.__name__
-    own = [compiled.prefill_attention_s(tokens, 5_000) for tokens in range(16_000, 17_000)]
-    assert max(b / a for a, b in pairwise(own)) < 1.001
-    edge = [compiled.prefill_attention_s(tokens, 5_000) for tokens in range(65_000, 66_000)]
-    assert max(b / a for a, b in pairwise(edge)) < 1.001
+        jumps = {tokens for tokens, (a, b) in enumerate(pairwise(values), 1) if b - a >= step}
+        assert jumps <= (tiles if term != compiled.all_to_all_s else set()), (term.__name__, jumps)
+    assert compiled.linear_s(1025) / compiled.linear_s(1024) > 1.03
 
 
 def test_queries_beyond_measurements_are_counted(model: ModelSpec, gpu: GpuSpec) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from analysis.calibrate import measurements as m
 from analysis.calibrate.attention import PrefillLaw
 from analysis.calibrate.fit import fit, layouts
-from analysis.calibrate.gemm import GemmSurface, Roof, noise_floor
+from analysis.calibrate.gemm import GemmSurface, Roof, agreed_steps, noise_floor
 from analysis.calibrate.smooth import error_summary, isotonic, monotone
 from analysis.calibrate.stages import (
     TOKENS,
@@ -207,6 +207,33 @@ def test_noisy_gemms_are_smoothed_and_stay_monotone() -> None:
     assert np.all(np.diff(guess) >= 0)
     expected = roof(rows.astype(np.float64), 3000.0, 1500.0) * 1.5
     assert np.mean(np.abs(guess / expected - 1)) < 0.04
+
+
+def _staircase(engines: int, height: float, disagree: float = 0.0) -> m.GemmTable:
+    """Nine shapes of 1,024 to 4,096 that step up by `height` after 256 rows; the last engine by `disagree` less."""
+    rows = np.array([64, 128, 255, 256, 257, 512, 1024])
+    n, k, work, engine = (
+        grid.ravel()
+        for grid in np.meshgrid([1024, 2048, 4096], [1024, 2048, 4096], rows, range(engines), indexing="ij")
+    )
+    seconds = (1.0 + 1e-4 * work + (height - disagree * (engine == engines - 1)) * (work > 256)) * n * k * 1e-12
+    return m.GemmTable(work, n, k, seconds, engine)
+
+
+def test_a_step_that_engines_share_is_kept_and_nothing_is_interpolated_across_it() -> None:
+    def surface(table: m.GemmTable) -> GemmSurface:
+        return GemmSurface(table, lambda rows, n, k: np.full(len(rows), n * k), np.array([64.0, 256.0, 1024.0]))
+
+    shared = surface(_staircase(3, 0.4))
+    assert shared.steps.tolist() == [256.0]
+    assert shared.m_grid.tolist() == [64.0, 256.0, 257.0, 1024.0]
+    for n, k in ((2048.0, 2048.0), (3000.0, 1500.0)):  # measured, and between measured shapes
+        before, after = shared.seconds(n, k)[1:3]
+        assert before == pytest.approx(1.0256e-12 * n * k, rel=1e-9)
+        assert after == pytest.approx(1.4257e-12 * n * k, rel=1e-9)
+    for table in (_staircase(1, 0.4), _staircase(3, 0.4, 0.38), _staircase(3, 0.04)):
+        assert surface(table).steps.size == 0  # one engine, engines that disagree, and a step within the noise
+    assert agreed_steps(np.array([2.0, 3.0]), np.array([1.0, 2.0]), np.array([0, 1])).size == 0
 
 
 def test_the_law_for_prefixes_recovers_itself(gpu: GpuSpec) -> None:

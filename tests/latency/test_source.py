@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from analysis.calibrate import command
+from analysis.calibrate.fit import ROWS
+from analysis.calibrate.gemm import GemmSurface, Roof
 from analysis.calibrate.measurements import Measurements
 from analysis.calibrate.sources.aiconfigurator import Source
 from analysis.calibrate.stages import gemm_shapes
@@ -66,6 +68,23 @@ def test_predictions_beside_raw_rows(data: Measurements, profile: Profile, model
         raws = [_one(data.gemm, replicate, m=tokens, n=7168, k=5120) for replicate in range(3)]
         curve = profile.linear[1]["qkv"]
         assert min(raws) * 0.9 < float(curve(np.array([float(tokens)]))[0]) < max(raws) * 1.1
+
+
+def test_measured_steps_of_gemms_are_kept(data: Measurements, model: ModelSpec, gpu: GpuSpec) -> None:
+    """From 1,024 to 1,025 rows; after the step the level is that of the plateau, not of its first, slowest row."""
+    assert data.gemm is not None
+    surface = GemmSurface(data.gemm, Roof(gpu.flops, gpu.memory_bandwidth, 2), ROWS)
+    at = int(np.searchsorted(surface.m_grid, 1024.0))
+    assert surface.m_grid[at : at + 2].tolist() == [1024.0, 1025.0]
+    for n, k, least in ((5120, 5120, 1.35), (10240, 5120, 1.25), (5120, 16384, 1.2)):
+        before, after = surface.seconds(n, k)[at : at + 2]
+        raw = [_one(data.gemm, replicate, m=1024, n=n, k=k) for replicate in range(3)]
+        assert min(raw) * 0.95 < before < max(raw)
+        assert least < after / before < 1.6
+        assert after < max(_one(data.gemm, replicate, m=1025, n=n, k=k) for replicate in range(3))
+    before, after = surface.seconds(7168, 5120)[at : at + 2]
+    assert after / before < 1.002
+    assert np.all(np.diff(surface.seconds(5120, 5120)) >= 0.0)
 
 
 def test_the_packaged_profile_is_what_the_fit_gives(model: ModelSpec, gpu: GpuSpec, profile: Profile) -> None:
