@@ -70,6 +70,20 @@ class PrefillTable:
 
 
 @dataclass(frozen=True)
+class MixedTable:
+    """One attention call of a layer over both phases: a chunk of `tokens` behind `cached` ones beside `sequences`.
+
+    Each of the sequences has `context` tokens of KV. Where a side is 0 the phase is absent: its rows tell the parts.
+    """
+
+    tokens: Ints
+    cached: Ints
+    sequences: Ints
+    context: Ints
+    seconds: Floats
+
+
+@dataclass(frozen=True)
 class StageTable:
     """A stage of one layer (linear, exchange) or of one pass (head) by tokens, on groups of `tp` GPUs."""
 
@@ -93,6 +107,7 @@ class Measurements:
     linear: StageTable | None = None  # whole stages, as ranks run them
     exchange: StageTable | None = None  # both all-to-alls with packing, by shard tokens
     head: StageTable | None = None
+    mixed: MixedTable | None = None  # both phases in one attention call
     transfer: CollectiveTable | None = None  # KV received by one GPU of a group of `degree` groups, by bytes a layer
     iteration_overhead_s: float = 0.002
     sequence_overhead_s: float = 3.7e-5

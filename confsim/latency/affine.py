@@ -9,6 +9,7 @@ from typing import Any
 
 from confsim.errors import InputError
 from confsim.latency.base import DecodeLine
+from confsim.latency.mixed import MixedAttention, chosen_grid, describe_grid
 from confsim.latency.share import SmShares
 from confsim.specs import GpuSpec, ModelSpec
 
@@ -42,6 +43,7 @@ class AffineLatency:
     transfer_token_s: float = 0.0
     prefill_slowdown: float = 1.0
     decode_slowdown: float = 1.0
+    mixed: MixedAttention | None = None
     extrapolations: int = field(default=0, init=False)
 
     def linear_s(self, tokens: int) -> float:
@@ -116,12 +118,13 @@ class AffineLatencyConfig:
     transfer_token_s: float = 4e-7
     prefill_slowdown: float = 1.5
     decode_slowdown: float = 1.0 / 0.9
+    mixed_attention: str = "separate"
     noise: float = 0.0
     shares: SmShares = field(default_factory=SmShares)
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            if item.name == "shares":
+            if item.name in ("shares", "mixed_attention"):
                 continue
             value = getattr(self, item.name)
             least = 1.0 if item.name.endswith("slowdown") else 0.0
@@ -131,10 +134,18 @@ class AffineLatencyConfig:
     def describe(self, model: ModelSpec, gpu: GpuSpec) -> dict[str, Any]:
         """What a result records about its latency model; it is the same for every model and GPU."""
         digest = hashlib.sha256(repr(asdict(self)).encode()).hexdigest()[:16]
-        return {"source": "affine", "profile_hash": digest, "provenance": asdict(self), "errors": {}}
+        mixed = describe_grid(chosen_grid(self.mixed_attention, None), gpu.name)
+        return {
+            "source": "affine",
+            "profile_hash": digest,
+            "provenance": asdict(self),
+            "errors": {},
+            "mixed_attention": mixed,
+        }
 
     def compile(self, model: ModelSpec, gpu: GpuSpec, tp: int, sp: int) -> AffineLatency:
         """The law on `sp` groups of `tp` GPUs; the head rule is checked, nothing else of model and GPU is used."""
         model.split_heads(tp, sp)
-        coefficients = {key: value for key, value in asdict(self).items() if key not in ("noise", "shares")}
-        return AffineLatency(tp=tp, sp=sp, **coefficients)
+        others = ("noise", "shares", "mixed_attention")
+        coefficients = {key: value for key, value in asdict(self).items() if key not in others}
+        return AffineLatency(tp=tp, sp=sp, mixed=chosen_grid(self.mixed_attention, None), **coefficients)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+from confsim.latency.mixed import MixedAttention
+
 
 class DecodeLine(NamedTuple):
     """Decode attention as a line in the context: `value_s + slope_s * (c - context)` until `valid_until` tokens."""
@@ -26,6 +28,7 @@ class LatencyModel(Protocol):
     prefill_slowdown: float  # g_p: prefill attention while decode attention runs beside it
     decode_slowdown: float  # g_d
     mixed_overhead_s: float  # host time more of an iteration with both phases
+    mixed: MixedAttention | None  # both phases in one attention call; None: the sum of two
     extrapolations: int
 
     def linear_s(self, tokens: int) -> float:

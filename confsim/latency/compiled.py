@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from confsim.latency.base import DecodeLine
+from confsim.latency.mixed import MixedAttention
 
 
 @dataclass(slots=True, repr=False)
@@ -67,6 +68,7 @@ class CompiledLatency:
     transfer_limit: int
     transfer_step: int  # tokens a step of `transfer`
     mixed_overhead_s: float = 0.0
+    mixed: MixedAttention | None = None
     collective: Dense = field(default_factory=lambda: Dense([0.0], 0.0))  # all-reduces within `linear`
     extrapolations: int = 0
     rows: list[DecodeRow | None] = field(default_factory=list)

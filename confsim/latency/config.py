@@ -10,6 +10,7 @@ from typing import Any
 
 from confsim.errors import InputError
 from confsim.latency.compiled import CompiledLatency
+from confsim.latency.mixed import chosen_grid, describe_grid
 from confsim.latency.profile import PACKAGED, Profile
 from confsim.latency.share import BANDWIDTH_SHARE, TMA_SHARE, SmShares
 from confsim.specs import GpuSpec, ModelSpec
@@ -23,7 +24,8 @@ class FittedLatency:
     (g_d = 1 / 0.9) and prefill attention computes on the rest (g_p = 1 / (1 - share)), unless the slowdowns are given
     here or were measured into the profile; those given here win. That share is `decode_sm_share` for `tma` kernels;
     for others, and where `shares` measured it, it follows from `shares`. `split_kv`: attention behind a prefix as
-    kernels run it that split a tile's keys over SMs.
+    kernels run it that split a tile's keys over SMs. `mixed_attention`: what a scheme pays whose engine computes both
+    phases in one call, by the profile's own grid (`auto`, the sum where it has none), `separate`, or a grid by name.
 
     Raises:
         InputError: for a share that is not above 0 and below 0.9, a slowdown below 1, or negative overheads or noise.
@@ -36,6 +38,7 @@ class FittedLatency:
     iteration_overhead_s: float | None = None
     sequence_overhead_s: float | None = None
     split_kv: bool = True
+    mixed_attention: str = "auto"
     noise: float = 0.0
     shares: SmShares = field(default_factory=SmShares)
 
@@ -79,7 +82,8 @@ class FittedLatency:
         Raises:
             InputError: where the profile is missing or does not cover model, GPU or layout.
         """
-        compiled = self.load(model, gpu).compile(
+        profile = self.load(model, gpu)
+        compiled = profile.compile(
             model,
             gpu,
             tp,
@@ -90,6 +94,7 @@ class FittedLatency:
             sequence_overhead_s=self.sequence_overhead_s,
             split_kv=self.split_kv,
         )
+        compiled.mixed = chosen_grid(self.mixed_attention, profile.mixed)
         if self.prefill_slowdown is not None:
             compiled.prefill_slowdown = self.prefill_slowdown
         if self.decode_slowdown is not None:
@@ -105,6 +110,7 @@ class FittedLatency:
             "provenance": profile.provenance,
             "errors": profile.errors,
             "shares": asdict(self.shares),
+            "mixed_attention": describe_grid(chosen_grid(self.mixed_attention, profile.mixed), gpu.name),
         }
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from confsim.errors import InputError
 from confsim.latency.compiled import CompiledLatency, DecodeRow, Dense
 from confsim.latency.curve import Curve, Floats, check_curve, check_numbers, rounded
+from confsim.latency.mixed import MixedAttention
 from confsim.specs import GpuSpec, ModelSpec
 from traces.files import write_whole
 
@@ -76,7 +77,7 @@ class Profile:
     Tables are of one layer (`linear`, attention, `exchange`, `transfer`) or of one pass (`head`, `once`), in seconds.
     Keys: `linear`, `head`, `once` and `decode` by tp; `prefill` by tp * sp; `exchange` and `transfer` by (tp, sp).
     Named terms of `linear`, `head` and `exchange` add up. `decode_slowdown` and `prefill_slowdown` are set only where
-    they were measured.
+    they were measured; `mixed` only where the ranks compute both phases in one attention call.
     """
 
     model: dict[str, Any]
@@ -93,6 +94,7 @@ class Profile:
     mixed_overhead_s: float = 0.0
     prefill_slowdown: float | None = None
     decode_slowdown: float | None = None
+    mixed: MixedAttention | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
     errors: dict[str, Any] = field(default_factory=dict)
 
@@ -367,6 +369,7 @@ def profile_to_json(profile: Profile) -> dict[str, Any]:
         },
         "exchange": {f"tp{tp}sp{sp}": _terms_json(terms) for (tp, sp), terms in profile.exchange.items()},
         "transfer": {f"tp{tp}sp{sp}": _curve_json(curve) for (tp, sp), curve in profile.transfer.items()},
+        **({} if profile.mixed is None else {"mixed_attention": dict(profile.mixed.data)}),
     }
 
 
@@ -429,6 +432,11 @@ class _Reader:
     def optional(self, section: str, key: str, least: float) -> float | None:
         return None if self.section(section).get(key) is None else self.number(section, key, least)
 
+    def mixed(self) -> MixedAttention | None:
+        if "mixed_attention" not in self.data:
+            return None
+        return MixedAttention(self.section("mixed_attention"), f"latency profile {self.where}: mixed_attention")
+
     def decode(self, value: Mapping[str, Any], name: str) -> DecodeTable:
         keys = ("sequences", "context_each", "measured_context_each")
         sequences, context, measured = (self.numbers(value.get(key), f"{name}.{key}", 1.0) for key in keys)
@@ -485,6 +493,7 @@ def profile_from_json(data: Mapping[str, Any], where: str) -> Profile:
         mixed_overhead_s=reader.optional("overhead", "mixed_s", 0.0) or 0.0,
         prefill_slowdown=reader.optional("slowdown", "prefill", 1.0),
         decode_slowdown=reader.optional("slowdown", "decode", 1.0),
+        mixed=reader.mixed(),
         provenance=dict(reader.section("provenance")),
         errors=dict(reader.section("errors")),
     )

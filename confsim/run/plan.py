@@ -52,6 +52,7 @@ class DecodeLoad(NamedTuple):
     peak: int
     total: int
     attention_s: float  # predicted
+    context_tokens: int = 0  # of all decodes together
 
 
 WHOLE_GPU = -1

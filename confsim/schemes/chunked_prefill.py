@@ -62,7 +62,8 @@ class ChunkedPrefill:
 
     def build(self, setup: Setup) -> Instance:
         """One loop."""
-        cost = CoBatchCost(setup.latency_of(self.degree(setup), 1), in_turn, async_schedule=self.async_schedule)
+        latency = setup.latency_of(self.degree(setup), 1)
+        cost = CoBatchCost(latency, in_turn, async_schedule=self.async_schedule, one_kernel=True)
         report = self.kv_report(setup)
         kv = InPlaceKv(report.capacity_tokens, setup.kv, setup.entry_tokens)
         limits = Limits(

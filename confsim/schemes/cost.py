@@ -24,6 +24,7 @@ class Planned(NamedTuple):
     firsts: int = 0  # last chunks, whose prompts emit a token
     chunks: int = 0
     transfer_s: float = 0.0  # of the last chunks' KV, where it lengthens the iteration
+    behind: int = 0  # cached tokens that each token has before its chunk, summed over the tokens
 
 
 def in_turn(communication_s: float, prefill_s: float, decode_s: float, latency: LatencyModel) -> float:
@@ -63,7 +64,9 @@ class CoBatchCost:
     `spread` is set where decodes are spread over the groups like prefill: the latency model of all GPUs as one head
     split, which gives their attention. `co_batch` false runs the linear layers of the two phases one after the other.
     With `joint_exchange` the spread decodes share the all-to-alls of prefill instead of paying for their own.
-    `overlap_transfer` false: moving a prompt's KV lengthens the iteration of its last chunk.
+    `overlap_transfer` false: moving a prompt's KV lengthens the iteration of its last chunk. `one_kernel`: the engine
+    computes attention of both phases in one call, for what `LatencyModel.mixed` says; several chunks count as one
+    behind their mean prefix.
     """
 
     latency: LatencyModel
@@ -73,6 +76,7 @@ class CoBatchCost:
     spread: LatencyModel | None = None
     joint_exchange: bool = False
     overlap_transfer: bool = True
+    one_kernel: bool = False
     in_turn_iterations: int = 0  # iterations with both attention paths, one after the other
 
     def load(self, batches: Sequence[DecodeBatch]) -> DecodeLoad:
@@ -83,11 +87,12 @@ class CoBatchCost:
             counts = tuple(share + (group < rest) for group in range(self.latency.sp))
             exchange_s = 0.0 if self.joint_exchange else self.latency.all_to_all_s(counts[0])
             attention_s = self.spread.decode_attention_s(batch.count, batch.context_tokens)
-            return DecodeLoad(counts, counts[0], batch.count, exchange_s + attention_s)
+            return DecodeLoad(counts, counts[0], batch.count, exchange_s + attention_s, batch.context_tokens)
         counts = tuple([batch.count for batch in batches])
         attention = self.latency.decode_attention_s
         attention_s = max([attention(batch.count, batch.context_tokens) for batch in batches])
-        return DecodeLoad(counts, max(counts), sum(counts), attention_s)
+        context = sum([batch.context_tokens for batch in batches])
+        return DecodeLoad(counts, max(counts), sum(counts), attention_s, context)
 
     def linear_s(self, load: DecodeLoad, stacked: int, shard: int) -> float:
         """Linear layers of the fullest group."""
@@ -134,10 +139,20 @@ class CoBatchCost:
         overhead_s = self.host_s(load.total, planned.chunks + 1)
         hidden, joint = self.async_schedule, self.joint_exchange
         apart_s = 0.0 if co_batch else latency.linear_s(load.peak)
+        mixed = latency.mixed if self.one_kernel and load.total else None
+        behind = planned.behind
 
         def seconds(tokens: int) -> float:
             stacked, shard = peak(before + tokens)
-            gpu_s = stage(exchange(stacked if joint else shard), before_s + prefill(tokens, cached), decode_s, latency)
+            prefill_s = before_s + prefill(tokens, cached)
+            exchange_s = exchange(stacked if joint else shard)
+            if mixed is None:
+                gpu_s = stage(exchange_s, prefill_s, decode_s, latency)
+            else:
+                mean = (behind + tokens * cached) / (before + tokens)
+                gpu_s = exchange_s + mixed.seconds(
+                    before + tokens, mean, load.total, load.context_tokens, prefill_s, decode_s
+                )
             gpu_s += linear(stacked) if co_batch else linear(shard) + apart_s
             gpu_s += last_head_s if tokens == rest else head_s
             if hidden:
@@ -161,10 +176,12 @@ class CoBatchCost:
         load = plan.load or self.load(plan.decode)
         shards = plan.shards(latency.sp)
         attention_s, transfer_s = 0.0, 0.0
-        firsts = 0
+        firsts, tokens, behind = 0, 0, 0
         arriving: dict[int, int] = {}  # group -> tokens of KV on their way to it
         for chunk in plan.prefill:
             attention_s += latency.prefill_attention_s(chunk.tokens, chunk.start)
+            tokens += chunk.tokens
+            behind += chunk.tokens * chunk.start
             if chunk.last:
                 firsts += 1
                 if chunk.group >= 0:
@@ -175,7 +192,11 @@ class CoBatchCost:
         shard = max(shards)
         communication_s = latency.all_to_all_s(stacked if self.joint_exchange else shard)
         stage_s = self.stage(communication_s, attention_s, load.attention_s, latency)
-        if attention_s > 0.0 and load.attention_s > 0.0:
+        if self.one_kernel and latency.mixed is not None and tokens and load.total:
+            stage_s = communication_s + latency.mixed.seconds(
+                tokens, behind / tokens, load.total, load.context_tokens, attention_s, load.attention_s
+            )
+        elif attention_s > 0.0 and load.attention_s > 0.0:
             self.in_turn_iterations += stage_s >= in_turn(communication_s, attention_s, load.attention_s, latency)
         linear_s = self.linear_s(load, stacked, shard)
         head_s = latency.head_s(load.peak + firsts)

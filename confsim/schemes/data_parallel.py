@@ -59,7 +59,8 @@ class DataParallel:
 
     def build_replica(self, setup: Setup, home: DataParallelInstance, index: int) -> Replica:
         """The loop of one replica."""
-        cost = CoBatchCost(setup.latency_of(self.degree(setup), 1), in_turn, async_schedule=self.async_schedule)
+        latency = setup.latency_of(self.degree(setup), 1)
+        cost = CoBatchCost(latency, in_turn, async_schedule=self.async_schedule, one_kernel=True)
         kv = InPlaceKv(self.kv_report(setup).capacity_tokens, setup.kv, setup.entry_tokens)
         limits = Limits(
             setup.slo.target_s, static_chunk(self.chunk_tokens), self._token_cap(setup), self.max_partial_prefills

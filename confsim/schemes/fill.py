@@ -116,6 +116,7 @@ class Fill:
             max(before.transfer_s, self._cost.latency.kv_transfer_s(request.target_tokens))
             if last and not self._cost.overlap_transfer
             else before.transfer_s,
+            before.behind + tokens * request.prefilled,
         )
         self._room -= tokens
 
