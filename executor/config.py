@@ -144,7 +144,8 @@ class Device:
 
     `overlap` of the two attention paths: cpu knows turn (one after the other) and threads; cuda knows partition (two
     streams on disjoint SMs), streams (two plain streams) and turn. `launcher`: processes, threads (all ranks in this
-    process), or auto (the ranks of torchrun or Slurm where they exist, else processes).
+    process), or auto (the ranks of torchrun or Slurm where they exist, else processes). `one_kernel`: tp layouts compute
+    attention of both phases in one variable-length call, as vLLM does, instead of one call each.
     """
 
     kind: str = "cpu"
@@ -152,6 +153,7 @@ class Device:
     launcher: str = "auto"
     torch_threads: int = 1  # per rank, on CPU
     overlap: str = "turn"
+    one_kernel: bool = False
     attention: str = "auto"  # auto, sdpa, flash, varlen
     page_tokens: int | None = None  # None: the smallest that the attention kernels take
     decode_sms: int = 32  # of a partition

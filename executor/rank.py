@@ -170,6 +170,7 @@ class Rank:
             linear=linear,
             second=self._linear(self.second) if self.config.layout.rules.two_passes else linear,
             layers=self.config.model.num_hidden_layers,
+            one_kernel=self.config.device.one_kernel,
         )
 
     def _is_overlap_valid(self, spent: Spent) -> bool:

@@ -216,6 +216,11 @@ class Runtime:
 
     def _check(self) -> None:
         self.layout.heads(self.model)
+        if self.device.one_kernel and self.layout.kind != "tp":
+            raise InputError(
+                f"executor.device.one_kernel=true: a {self.layout.kind} layout computes the phases apart, only "
+                "executor.layout.kind=tp in one call"
+            )
         if self.kv.capacity_tokens is None:
             raise InputError("kv.capacity_tokens is not set: the executor needs the tokens of a group's KV pool")
         if self.kv.prefix_cache:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from executor.exchange import Shards
 from executor.fork import Fork, Path
@@ -53,6 +55,21 @@ class Work:
     finished: tuple[Chunk, ...]
     logit_rows: torch.Tensor  # of the stack prefill | decode
     handover: Handover | None
+
+    @cached_property
+    def joined(self) -> tuple[PrefillBatch, torch.Tensor]:
+        """Both phases as one batch of chunks, a decode as one token at the end of its context, and its slots."""
+        assert self.prefill is not None and self.decode is not None
+        first, second = self.prefill.batch, self.decode.batch
+        tables = first.block_table, second.block_table
+        pages = max(table.shape[1] for table in tables)
+        lengths = tuple(second.lengths.tolist())
+        batch = PrefillBatch(
+            (*first.queries, *(1,) * len(lengths)),
+            (*first.contexts, *lengths),
+            torch.cat([F.pad(table, (0, pages - table.shape[1])) for table in tables]),
+        )
+        return batch, torch.cat((self.prefill.slots, self.decode.slots))
 
     @property
     def prefill_rows(self) -> int:

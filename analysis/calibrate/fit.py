@@ -10,9 +10,11 @@ import numpy as np
 from analysis.calibrate import attention, stages
 from analysis.calibrate.gemm import GemmSurface, Roof, noise_floor
 from analysis.calibrate.measurements import Measurements, StageTable
+from analysis.calibrate.mixed import fit_mixed
 from analysis.calibrate.smooth import monotone
 from confsim.errors import InputError
 from confsim.latency.curve import Curve, curve_of
+from confsim.latency.mixed import MixedAttention
 from confsim.latency.profile import MODEL_FIELDS, Profile
 from confsim.specs import GpuSpec, ModelSpec
 
@@ -83,6 +85,9 @@ def fit(data: Measurements, model: ModelSpec, gpu: GpuSpec) -> Profile:
     errors = _errors(data, kernels, model, gpu, list(heads.values()))
     data, filled = _with_heads(data, [_local(model, tp) for tp in degrees], list(heads.values()))
     law = _law(data, model, gpu)
+    mixed = _mixed(data, model, gpu)
+    if mixed is not None:
+        errors["mixed_attention"] = mixed.data["errors"]
     return Profile(
         model={"name": model.name, **{key: asdict(model)[key] for key in MODEL_FIELDS}},
         gpu=gpu.name,
@@ -97,6 +102,7 @@ def fit(data: Measurements, model: ModelSpec, gpu: GpuSpec) -> Profile:
         sequence_overhead_s=data.sequence_overhead_s,
         prefill_slowdown=data.prefill_slowdown,
         decode_slowdown=data.decode_slowdown,
+        mixed=mixed,
         provenance=_provenance(data, law, heads, filled),
         errors=errors,
     )
@@ -195,6 +201,13 @@ def _bandwidth(data: Measurements, gpu: GpuSpec) -> float:
     if data.elementwise is None:
         return gpu.memory_bandwidth
     return stages.Elementwise(data.elementwise).bandwidth
+
+
+def _mixed(data: Measurements, model: ModelSpec, gpu: GpuSpec) -> MixedAttention | None:
+    if data.mixed is None:
+        return None
+    about = {"gpu": gpu.name, "model": model.name, "source": data.provenance.get("source")}
+    return MixedAttention(fit_mixed(data.mixed, about), "measured mixed attention")
 
 
 def _provenance(

@@ -141,6 +141,7 @@ def _predictor(profile: Profile, model: ModelSpec, gpu: GpuSpec, raw: Raw) -> Ca
     def latency(tp: int, sp: int) -> LatencyModel:
         if (tp, sp) not in compiled:
             compiled[tp, sp] = profile.compile(model, gpu, tp, sp)
+            compiled[tp, sp].mixed = profile.mixed
         return compiled[tp, sp]
 
     def seconds(cell: Cell) -> float:
@@ -150,6 +151,7 @@ def _predictor(profile: Profile, model: ModelSpec, gpu: GpuSpec, raw: Raw) -> Ca
             beside,
             spread=latency(cell.tp * cell.sp, 1) if spread else None,
             joint_exchange=spread,
+            one_kernel=cell.kind == "tp",
         )
         is_xp = cell.kind == "xp"
         return RankRules.of(raw.head["device"], is_xp, is_xp).apply(cost).timing(_plan(cell)).duration_s

@@ -30,6 +30,7 @@ class Cell:
     """One plan on one layout: `seconds[name]` by round (positions of `rounds`), and the context of each round."""
 
     part: str
+    name: str
     kind: str
     tp: int
     sp: int
@@ -51,6 +52,11 @@ class Cell:
         """The medians of even and of odd rounds."""
         values, even = self.seconds[name], self.rounds % 2 == 0
         return float(np.median(values[even])), float(np.median(values[~even]))
+
+    @property
+    def level(self) -> int:
+        """Context of each decode when the profile began, as the cell's name ends: `joint 64@0 8x256`."""
+        return int(self.name.rsplit("x", 1)[1]) if self.sequences else 0
 
     @property
     def context_tokens(self) -> float:
@@ -125,6 +131,7 @@ def _cell(rows: Sequence[Mapping[str, Any]]) -> Cell:
     first = rows[0]
     return Cell(
         first["part"],
+        first["cell"],
         first["kind"],
         first["tp"],
         first["sp"],

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from executor.collectives import Groups
     from executor.exchange import Exchange
     from executor.fork import Fork
-    from executor.kernels.base import AttentionKernels
+    from executor.kernels.base import AttentionKernels, PrefillBatch
     from executor.kv import UnitPool
     from executor.model import Linear
     from executor.place import Place
@@ -70,6 +70,7 @@ class Parts:
     linear: Linear
     second: Linear
     layers: int
+    one_kernel: bool = False
 
 
 Attend = Callable[[int, "torch.Tensor"], "torch.Tensor"]
@@ -112,9 +113,13 @@ class LocalAttention:
 
     def attend_prefill(self, layer: int, qkv: torch.Tensor, rows: PrefillRows) -> torch.Tensor:
         """Attention of whole chunks whose KV is in the pool, `[tokens, q, d]`."""
+        return self.attend_batch(layer, qkv, rows.batch)
+
+    def attend_batch(self, layer: int, qkv: torch.Tensor, batch: PrefillBatch) -> torch.Tensor:
+        """One variable-length call, `[tokens, q, d]`."""
         pool = self.parts.pool
         q = qkv[:, : self.q_heads]
-        return self.parts.kernels.prefill(q, pool.keys[layer], pool.values[layer], rows.batch)
+        return self.parts.kernels.prefill(q, pool.keys[layer], pool.values[layer], batch)
 
     def prefill(self, layer: int, qkv: torch.Tensor, rows: PrefillRows) -> torch.Tensor:
         """Append whole chunks and attend, `[tokens, q, d]`."""

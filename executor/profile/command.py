@@ -73,7 +73,7 @@ def profile(
     """
     began = time.perf_counter()
     grid = grid.filled(executor)
-    plan = make_plan(grid, executor.layout)
+    plan = make_plan(grid, executor.layout, executor.device.one_kernel)
     executor = replace(executor, kv=replace(executor.kv, capacity_tokens=plan.capacity_tokens))
     store = Store(Path(), executor, gpu, grid)
     layout = executor.layout

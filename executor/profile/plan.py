@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 
 from confsim.errors import InputError
 from executor.config import ExecutorConfig, Layout
@@ -62,8 +63,8 @@ class Cell:
     """One plan to measure: chunks of (tokens, cached prefix), the last one's end or not, beside decodes of a level.
 
     `part`: prefill, decode, transfer (a prompt that ends and moves), pair (both phases, to tell what they cost each
-    other) or mixed (both phases, held out of every fit). `sequences` decodes of each group at context `level`, of one
-    group after another where `alone`.
+    other), joint (a grid of both phases in one attention call, and its parts alone) or mixed (both phases, held out of
+    every fit). `sequences` decodes of each group at context `level`, of one group after another where `alone`.
     """
 
     part: str
@@ -99,8 +100,8 @@ class Plan:
         return sum(map(len, self.units))
 
 
-def make_plan(grid: Grid, layout: Layout) -> Plan:
-    """Cells for a grid whose sizes are all set.
+def make_plan(grid: Grid, layout: Layout, one_kernel: bool = False) -> Plan:
+    """Cells for a grid whose sizes are all set; `one_kernel` ranks compute both phases in one attention call.
 
     Raises:
         InputError: if the KV has no room for one decode of each context.
@@ -121,6 +122,7 @@ def make_plan(grid: Grid, layout: Layout) -> Plan:
     ]
     cells += [Cell("transfer", ((size, 0),), last=True) for size in sizes[::2]] if layout.migrates else []
     large = [size for size in sizes if size >= FINE_FROM] or sizes
+    cells += _joint(large, grid.prefix_tokens, levels) if one_kernel else []
     cells += _both("pair", large, levels, shift=1)
     cells += _both("mixed", large, levels, shift=0)
     tokens = sum(count * (level + growth + 16) for level, count in levels.items())
@@ -175,6 +177,28 @@ def _both(part: str, sizes: list[int], levels: dict[int, int], shift: int) -> li
         cells.append(Cell(part, ((middle, 0),), last=True, level=level, sequences=levels[level]))
         cells.append(Cell(part, ((sizes[0], 0), (middle, 0)), level=level, sequences=levels[level]))
     return cells
+
+
+def _joint(sizes: list[int], prefix_tokens: int, levels: dict[int, int]) -> list[Cell]:
+    """Every combination of few chunks, prefixes, decodes and contexts, and of nothing in place of a phase.
+
+    The shortest contexts grow too much while they are measured; decodes are as many as every context left has.
+    """
+    contexts = list(levels)[-3:]
+    counts = _spread(_steps(1, min(levels[level] for level in contexts), 2), 4)
+    chunks = [((size, cached),) for size, cached in product(_spread(sizes, 4), (0, prefix_tokens))]
+    decodes = list(product(contexts, counts))
+    alone = [Cell("joint", chunk) for chunk in chunks]
+    alone += [Cell("joint", level=level, sequences=count) for level, count in decodes]
+    both = product(chunks, decodes)
+    return alone + [Cell("joint", chunk, level=level, sequences=count) for chunk, (level, count) in both]
+
+
+def _spread(values: list[int], most: int) -> list[int]:
+    """At most so many of ascending values, the first and the last among them."""
+    if len(values) <= most:
+        return values
+    return [values[round(index * (len(values) - 1) / (most - 1))] for index in range(most)]
 
 
 def _steps(least: int, most: int, factor: int) -> list[int]:

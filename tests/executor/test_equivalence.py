@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from executor_harness import THREADS, generate, hugging_face, prompts, random_split, reference_logits, tiny
+from executor_harness import THREADS, Run, generate, hugging_face, prompts, random_split, reference_logits, tiny
 
+from confsim.errors import InputError
 from confsim.specs import KvConfig
 from executor.config import Device, Layout, ModelConfig, read_model
 from executor.runtime import Runtime
@@ -31,12 +33,13 @@ class Reference:
         self.prompts = prompts(LENGTHS)
         self.expected = {key: reference_logits(model, tokens, OUTPUTS) for key, tokens in self.prompts.items()}
 
-    def check(self, runtime: Runtime, **how: object) -> None:
+    def check(self, runtime: Runtime, **how: object) -> Run:
         """Generate on a runtime and compare everything."""
         run = generate(runtime, self.prompts, OUTPUTS, **how)  # type: ignore[arg-type]
         for request, (tokens, logits) in self.expected.items():
             assert run.tokens[request] == tokens
             np.testing.assert_allclose(np.stack(run.logits[request]), logits, atol=TOLERANCE, rtol=0)
+        return run
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
@@ -77,6 +80,19 @@ def test_layouts_equal_transformers(reference: Reference, name: str) -> None:
     with Runtime(reference.config, LAYOUTS[name], THREADS, kv, keep_logits=True) as runtime:
         reference.check(runtime)
         reference.check(runtime, chunk_tokens=7, split=random_split(3))
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_one_attention_call_for_both_phases_equals_transformers(reference: Reference, tp: int) -> None:
+    stages = {}
+    for one_kernel in (False, True):
+        device = replace(THREADS, one_kernel=one_kernel)
+        with Runtime(reference.config, Layout("tp", 1, tp), device, KvConfig(capacity_tokens=512), True) as runtime:
+            run = reference.check(runtime, chunk_tokens=7, split=random_split(3))
+        stages[one_kernel] = [bool(done.prefill_attention_s and done.decode_attention_s) for done in run.iterations]
+    assert any(stages[False]) and not any(stages[True])
+    with pytest.raises(InputError, match="one_kernel"):
+        Runtime(reference.config, Layout("xp", 2, 1), Device(one_kernel=True), KvConfig(capacity_tokens=512))
 
 
 def test_processes_equal_transformers(reference: Reference, process_runtime: Runtime) -> None:

@@ -14,7 +14,7 @@ from confsim import api
 from confsim.latency.affine import AffineLatency
 from confsim.run.engine import Simulation
 from confsim.run.plan import IterationPlan
-from confsim.schemes.cost import overlapped
+from confsim.schemes.cost import beside
 from confsim.specs import GpuSpec, KvConfig
 from executor.config import Device, ExecutorConfig, Layout, ModelConfig
 from executor.live import LiveBackendConfig, frozen
@@ -159,6 +159,18 @@ def fake_ranks(config: ExecutorConfig) -> Iterator[FakeRanks]:
     ranks.close()
 
 
+class OneKernelRanks(FakeRanks):
+    """Both phases in one attention call: twice the sum of its parts beside 4 decodes or fewer, 3 times beside more."""
+
+    def _stages(self, plan: IterationPlan) -> dict[str, float]:
+        stages = super()._stages(plan)
+        if stages["prefill_attention"] and stages["decode_attention"]:
+            factor = 2.0 if plan.decode[0].count <= 4 else 3.0
+            stages["prefill_attention"] = factor * (stages["prefill_attention"] + stages["decode_attention"])
+            stages["decode_attention"] = 0.0
+        return stages
+
+
 class OverlappingRanks(FakeRanks):
     """Attention paths side by side, each slowed by the other, and KV that moves beside everything else."""
 
@@ -168,7 +180,7 @@ class OverlappingRanks(FakeRanks):
         communication_s, prefill_s, decode_s = (stages[name] for name in paths)
         both = min(prefill_s, decode_s) > 0.0
         law = replace(self.law, prefill_slowdown=1.6, decode_slowdown=1.2)
-        attention_s = overlapped(communication_s, prefill_s, decode_s, law)
+        attention_s = beside(communication_s, prefill_s, decode_s, law)
         if both:
             stages["prefill_attention"] *= 1.6
             stages["decode_attention"] *= 1.2

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from live_fakes import CPU, LAW, MODEL, FakeRanks, OverlappingRanks, executor, fake_ranks, law_of
+from live_fakes import CPU, LAW, MODEL, FakeRanks, OneKernelRanks, OverlappingRanks, executor, fake_ranks, law_of
 
 from analysis.calibrate import rounds as source
 from analysis.calibrate.command import fit_folder, table
@@ -344,3 +344,37 @@ def test_one_round_is_not_enough(tmp_path: Path, folder: Path):
         file.unlink()
     with pytest.raises(InputError, match="2 or more"):
         source.read(tmp_path / "copy")
+
+
+# One attention call for both phases --------------------------------------------------------------------------------
+
+
+def test_one_call_for_both_phases_is_measured_and_fitted(tmp_path: Path):
+    """Ranks of a tp layout with `one_kernel`: a grid of ratios, which then predicts the iterations held out."""
+
+    @contextmanager
+    def joined(config: ExecutorConfig) -> Any:
+        yield OneKernelRanks(config.model, config.layout, law_of(config.layout))
+
+    config = replace(executor(one_kernel=True), layout=Layout("tp", 1, 1))
+    measured(tmp_path, config=config, ranks=joined)
+    joint = [row for row in rows(tmp_path) if row["part"] == "joint" and row["round"] == 0]
+    assert {tuple(row["tokens"]) for row in joint} == {(), (16,), (32,), (128,), (256,)}
+    assert {tuple(row["cached"]) for row in joint} == {(), (0,), (256,)}
+    assert {row["sequences"] for row in joint} == {0, 1, 2, 4, 8}
+    profile, _, _ = fit_folder("executor", tmp_path)
+    assert profile.mixed is not None
+    assert profile.mixed.ratio(64, 100, 4, 100) == pytest.approx(2.0, rel=1e-3)
+    assert profile.mixed.ratio(256, 0, 8, 256) == pytest.approx(3.0, rel=1e-3)
+    assert profile.errors["mixed_attention"]["sum_of_parts"]["mean_pct"] > 50.0
+    assert profile.errors["mixed_iterations"]["held_out"]["mean_pct"] < 2.0
+    profile.save(tmp_path / "profile.json")
+    again = Profile.load(tmp_path / "profile.json")
+    assert again.mixed is not None and again.mixed.data == profile.mixed.data
+    assert again.profile_hash == profile.profile_hash
+
+
+def test_ranks_that_compute_the_phases_apart_have_no_grid(folder: Path):
+    assert fit_folder("executor", folder)[0].mixed is None
+    plan = make_plan(GRID.filled(executor()), Layout("tp", 1, 2))
+    assert not any(cell.part == "joint" for unit in plan.units for cell in unit)

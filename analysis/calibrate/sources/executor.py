@@ -19,6 +19,7 @@ from analysis.calibrate.measurements import (
     DecodeTable,
     Floats,
     Measurements,
+    MixedTable,
     PrefillTable,
     StageTable,
 )
@@ -67,6 +68,7 @@ class Source(MeasurementSource):
             ),
             head=_stage([(c, c.sequences, c.median("head_s")) for c in decode], 1),
             transfer=_transfer(raw, model),
+            mixed=_joint(raw.of("joint"), layers),
             decode=_decode(decode, model),
             prefill=_prefill(prefill, model, overhead + sequence),
             iteration_overhead_s=overhead,
@@ -78,6 +80,19 @@ class Source(MeasurementSource):
     def finish(self, profile: Profile, data: Measurements, model: ModelSpec, gpu: GpuSpec) -> Profile:
         """The profile with errors of whole stages, each size predicted from the others, and of mixed iterations."""
         return with_errors(profile, data, self.raw, model, gpu)
+
+
+def _joint(cells: list[Cell], layers: int) -> MixedTable | None:
+    """Calls of both phases and their parts, of the layout with the fewest GPUs a head."""
+    if not cells:
+        return None
+    least = min(cell.tp for cell in cells)
+    own = [cell for cell in cells if cell.tp == least]
+    columns = zip(
+        *(((cell.tokens or (0,))[0], (cell.cached or (0,))[0], cell.sequences, cell.level) for cell in own), strict=True
+    )
+    seconds = [cell.median("prefill_attention_s") + cell.median("decode_attention_s") for cell in own]
+    return MixedTable(*map(np.array, columns), np.array(seconds) / layers)
 
 
 Point = tuple[Cell, int, float]  # tokens, seconds of a pass
