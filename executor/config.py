@@ -144,8 +144,8 @@ class Device:
 
     `overlap` of the two attention paths: cpu knows turn (one after the other) and threads; cuda knows partition (two
     streams on disjoint SMs), streams (two plain streams) and turn. `launcher`: processes, threads (all ranks in this
-    process), or auto (the ranks of torchrun or Slurm where they exist, else processes). `one_kernel`: tp layouts compute
-    attention of both phases in one variable-length call, as vLLM does, instead of one call each.
+    process), or auto (the ranks of torchrun or Slurm where they exist, else processes). `one_kernel`: tp layouts run
+    the attention of both phases in one variable-length call, as vLLM does, instead of one call each.
     """
 
     kind: str = "cpu"

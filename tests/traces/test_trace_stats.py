@@ -101,7 +101,7 @@ def test_plain_data_and_table() -> None:
     assert data["synthetic"] is True
     assert data["kinds"].keys() == {"tool_a", "tool_b", "conversation"}
     text = stats_text(stats)
-    for part in ("toolagent (synthetic)", "reusable prefix", "of 500", "400 of 500", "ticks of 3 s", "seed 1"):
+    for part in ("toolagent (synthetic)", "reusable prefix", "of 500", "400 of 500", "ticks of 3.053 s", "seed 1"):
         assert part in text
     assert max(map(len, text.splitlines())) <= 100
     assert np.isfinite(data["rate"])

@@ -32,21 +32,28 @@ COARSE = tuple(round(0.05 * i, 4) for i in range(21))
 PARTS = 6
 MOONCAKE = "Mooncake FAST'25 release (Apache-2.0)"
 
-# Tool&agent: published totals, and what reading a slice of the trace shows of its three kinds.
+# Tool&agent: published totals, and what two stretches of the trace show of its three kinds (one of them 347 rows). The
+# stretches differ: of kind A most prompts are near 6,200 tokens in one and two thirds above 6,346 in the other.
 TOOLAGENT_REQUESTS, TOOLAGENT_SPAN_S, TOOLAGENT_REUSABLE = 23_608, 3_537.0, 0.59
+TOOLAGENT_TICK_S = 3.053
 TOOLAGENT_MEAN, TOOLAGENT_MEDIAN, TOOLAGENT_P95, TOOLAGENT_OUTPUT = 8_596, 6_346, 26_114, 182
-A_SHARE, A_BLOCKS = 0.43, 12
-A_BELOW_MEDIAN = 0.52  # of A's prompts, "most near 6,200", are shorter than the mixture's median
+A_SHARE, A_BLOCKS = 0.42, 12
+A_BELOW_MEDIAN = 0.42  # of A's prompts are shorter than the mixture's median
 A_PROMPT = {
-    "levels": [0, 0.05, 0.25, 0.42, A_BELOW_MEDIAN, 0.7, 0.85, 0.95, 1],
-    "values": [6_165, 6_172, 6_190, 6_250, TOOLAGENT_MEDIAN, 6_650, 7_200, 7_900, 8_500],
+    "levels": [0, 0.05, 0.2, 0.34, A_BELOW_MEDIAN, 0.56, 0.7, 0.85, 0.95, 0.99, 1],
+    "values": [6_165, 6_172, 6_190, 6_250, TOOLAGENT_MEDIAN, 6_680, 6_900, 7_250, 7_800, 8_500, 10_000],
 }
-A_OUTPUT = {"levels": [0, 0.6667, 0.6667, 1], "values": [3, 3, 24, 80]}
-B_SHARE, B_BLOCKS = 0.14, 5
-B_PROMPT = {"levels": [0, 1], "values": [3_010, 3_480]}
+A_OUTPUT = {"levels": [0, 0.6667, 0.6667, 0.94, 0.98, 1], "values": [3, 3, 22, 42, 80, 240]}
+B_SHARE, B_BLOCKS = 0.135, 5
+B_PROMPT = {"levels": [0, 0.05, 0.9, 1], "values": [2_930, 3_010, 3_480, 4_440]}
 B_OUTPUT = {"levels": [0, 1], "values": [16, 24]}
-C_SHARE = 0.43
-C_OUTPUT = (3, 1_050)
+C_SHARE = 0.445
+C_MEDIAN, C_LONGEST = 7_800, 123_000  # tokens of C's prompts; 118,753 is the longest that was seen
+# Outputs of C: the 347 rows have the conversation's own distribution but for the shortest ones, whose mean is too small
+# for the whole trace. These of the conversation's values grow, each by at most about two standard errors of the rows.
+C_OUTPUT_VALUES = (1, 66, 315, 525, 690, 1_137, 2_000)
+C_OUTPUT_GROWTH = (3.0, 1.5, 0.12, 0.08, 0.17, 0.35, 0.0)
+C_OUTPUT_LEAST = 3
 
 # Qwen-Bailian trace A: published are 43,058 requests in two hours, the median prompt, 16-token blocks, an ideal hit
 # share of 62% and 80% of reuses within ten minutes (arXiv 2506.02634). The spreads are assumptions.
@@ -132,27 +139,27 @@ def derive_toolagent(conversation: Json) -> Json:
     """The tool&agent mixture: kinds A and B from their description, C from the conversation tables.
 
     C's prompts are the conversation's, mapped piecewise linearly so that the whole mixture has the published median,
-    P95 and mean; its outputs are the conversation's, scaled to the published mean of the mixture.
+    P95 and mean, and C the median and the longest prompt that were seen; its outputs are the conversation's, grown to
+    the published mean of the mixture.
     """
     source = conversation["kinds"][0]
-    prompt_map = _prompt_map(source)
-    scale = _output_scale(source)
+    maps = _prompt_map(source), _output_map(source)
     kind_c = {
         **source,
         "name": "conversation",
         "share": C_SHARE,
-        "first": _mapped(source["first"], prompt_map, scale),
-        "sessions": {**source["sessions"], "turns": _mapped(source["sessions"]["turns"], prompt_map, scale)},
+        "first": _mapped(source["first"], *maps),
+        "sessions": {**source["sessions"], "turns": _mapped(source["sessions"]["turns"], *maps)},
     }
     kind_a = _plain_kind("tool_a", A_SHARE, A_BLOCKS, A_PROMPT, A_OUTPUT)
     kind_b = _plain_kind("tool_b", B_SHARE, B_BLOCKS, B_PROMPT, B_OUTPUT)
     return {
         "name": "toolagent",
-        "source": f"published totals of toolagent_trace.jsonl and a reading of a slice of it, {MOONCAKE}; its "
+        "source": f"published totals of toolagent_trace.jsonl and a reading of two stretches of it, {MOONCAKE}; its "
         "conversation part from quantiles of conversation_trace.jsonl",
         "requests": TOOLAGENT_REQUESTS,
         "rate": round((TOOLAGENT_REQUESTS - 1) / TOOLAGENT_SPAN_S, 5),
-        "tick_s": 3.0,
+        "tick_s": TOOLAGENT_TICK_S,
         "block_tokens": 512,
         "reusable": TOOLAGENT_REUSABLE,
         "kinds": [kind_a, kind_b, kind_c],
@@ -185,27 +192,36 @@ def derive_qwen_a() -> Json:
     }
 
 
-def _prompt_map(source: Json) -> tuple[Floats, Floats]:
-    """Knots of the map from conversation prompts to C's: median, P95 and mean of the mixture as published."""
+Map = tuple[Floats, Floats]  # knots, and what they become; linear between
+
+
+def _prompt_map(source: Json) -> Map:
+    """From conversation prompts to C's: median, P95 and mean of the mixture as published, by way of its P99."""
     sample = _pooled(source, "prompt")
-    low = np.quantile(sample, (0.5 - A_SHARE * A_BELOW_MEDIAN - B_SHARE) / C_SHARE)
-    high = np.quantile(sample, 1 - 0.05 / C_SHARE)
+    low = (0.5 - A_SHARE * A_BELOW_MEDIAN - B_SHARE) / C_SHARE
+    inner = np.quantile(sample, (low, 0.5, 1 - 0.05 / C_SHARE, 1 - 0.01 / C_SHARE))
     target = (TOOLAGENT_MEAN - _mean(A_PROMPT) * A_SHARE - _mean(B_PROMPT) * B_SHARE) / C_SHARE
     start, top = float(sample.min()), float(sample.max())
-    knots = np.array([start, low, high, top])
+    knots = np.array([start, *inner, top])
 
-    def mapped_mean(tail: float) -> float:
-        return float(np.interp(sample, knots, [start, TOOLAGENT_MEDIAN, TOOLAGENT_P95, tail]).mean())
+    def values(p99: float) -> Floats:
+        return np.array([start, TOOLAGENT_MEDIAN, C_MEDIAN, TOOLAGENT_P95, p99, C_LONGEST])
 
-    tail = _bisect(mapped_mean, target, float(TOOLAGENT_P95), 2 * top)
-    return knots, np.array([start, TOOLAGENT_MEDIAN, TOOLAGENT_P95, round(tail)])
+    p99 = _bisect(lambda p99: float(np.interp(sample, knots, values(p99)).mean()), target, TOOLAGENT_P95, C_LONGEST)
+    return knots, values(round(p99))
 
 
-def _output_scale(source: Json) -> float:
-    """Factor on the conversation's outputs that gives the mixture its published mean output."""
+def _output_map(source: Json) -> Map:
+    """From conversation outputs to C's: the published mean output of the mixture."""
     target = (TOOLAGENT_OUTPUT - _mean(A_OUTPUT) * A_SHARE - _mean(B_OUTPUT) * B_SHARE) / C_SHARE
     sample = _pooled(source, "output")
-    return _bisect(lambda factor: float(np.clip(sample * factor, *C_OUTPUT).mean()), target, 0.5, 3.0)
+    knots = np.array(C_OUTPUT_VALUES, dtype=np.float64)
+
+    def values(strength: float) -> Floats:
+        return np.maximum(knots * (1.0 + strength * np.array(C_OUTPUT_GROWTH)), C_OUTPUT_LEAST)
+
+    strength = _bisect(lambda strength: float(np.interp(sample, knots, values(strength)).mean()), target, 0.0, 3.0)
+    return knots, values(strength)
 
 
 def _bisect(rising: Callable[[float], float], target: float, low: float, high: float) -> float:
@@ -225,9 +241,9 @@ def _pooled(kind: Json, name: str) -> Floats:
     return np.concatenate(drawn)
 
 
-def _mapped(turns: Json, prompt_map: tuple[Floats, Floats], scale: float) -> Json:
+def _mapped(turns: Json, prompt_map: Map, output_map: Map) -> Json:
     prompt = np.interp(turns["prompt"]["values"], *prompt_map)
-    output = np.clip(np.array(turns["output"]["values"]) * scale, *C_OUTPUT)
+    output = np.interp(turns["output"]["values"], *output_map)
     return {
         "prompt": {"levels": turns["prompt"]["levels"], "values": [round(v) for v in prompt]},
         "output": {"levels": turns["output"]["levels"], "values": [round(v) for v in output]},
