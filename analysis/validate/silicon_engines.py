@@ -217,6 +217,7 @@ class Calibrated:
     constants: Constants
     decodes: int
     noise: float = 0.0
+    frontend_s: float = 0.0
     shares: SmShares = field(default_factory=SmShares)
 
     def describe(self, model: ModelSpec, gpu: GpuSpec) -> dict[str, Any]:

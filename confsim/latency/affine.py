@@ -118,6 +118,7 @@ class AffineLatencyConfig:
     transfer_token_s: float = 4e-7
     prefill_slowdown: float = 1.5
     decode_slowdown: float = 1.0 / 0.9
+    frontend_s: float = 0.0
     mixed_attention: str = "separate"
     noise: float = 0.0
     shares: SmShares = field(default_factory=SmShares)
@@ -146,6 +147,6 @@ class AffineLatencyConfig:
     def compile(self, model: ModelSpec, gpu: GpuSpec, tp: int, sp: int) -> AffineLatency:
         """The law on `sp` groups of `tp` GPUs; the head rule is checked, nothing else of model and GPU is used."""
         model.split_heads(tp, sp)
-        others = ("noise", "shares", "mixed_attention")
+        others = ("noise", "shares", "mixed_attention", "frontend_s")
         coefficients = {key: value for key, value in asdict(self).items() if key not in others}
         return AffineLatency(tp=tp, sp=sp, mixed=chosen_grid(self.mixed_attention, None), **coefficients)

@@ -26,6 +26,7 @@ class FittedLatency:
     for others, and where `shares` measured it, it follows from `shares`. `split_kv`: attention behind a prefix as
     kernels run it that split a tile's keys over SMs. `mixed_attention`: what a scheme pays whose engine computes both
     phases in one call, by the profile's own grid (`auto`, the sum where it has none), `separate`, or a grid by name.
+    `frontend_s` passes between a request's arrival and the scheme.
 
     Raises:
         InputError: for a share that is not above 0 and below 0.9, a slowdown below 1, or negative overheads or noise.
@@ -37,6 +38,7 @@ class FittedLatency:
     decode_slowdown: float | None = None
     iteration_overhead_s: float | None = None
     sequence_overhead_s: float | None = None
+    frontend_s: float = 0.0
     split_kv: bool = True
     mixed_attention: str = "auto"
     noise: float = 0.0
@@ -55,6 +57,7 @@ class FittedLatency:
             ("decode_slowdown", 1.0),
             ("iteration_overhead_s", 0.0),
             ("sequence_overhead_s", 0.0),
+            ("frontend_s", 0.0),
             ("noise", 0.0),
         ):
             value = getattr(self, key)

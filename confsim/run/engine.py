@@ -138,6 +138,7 @@ class Run:
         self.ledger = Ledger(Oracle(self.output_tokens), self.watch)
         self.setup = self._setup()
         self.instances = self._build()
+        self._at_frontend = 0  # requests that have arrived and are not with a scheme yet
         self._router = new_router(simulation.cluster.router, "cluster.router")
 
     def _new_watch(self) -> Watch:
@@ -193,17 +194,32 @@ class Run:
         assert ledger.completed == completed
         assert ledger.rejected == rejected
         assert ledger.injected == ledger.completed + ledger.rejected + unfinished
-        assert unfinished == sum(instance.outstanding_requests for instance in self.instances)
+        outstanding = sum(instance.outstanding_requests for instance in self.instances)
+        assert unfinished == self._at_frontend + outstanding
         for instance in self.instances:
             instance.audit()
 
     def inject(self, row: int, arrival_s: float) -> None:
         """Let the request of a row arrive, at the present simulated time."""
         s = self.simulation
-        prompt, output = self._prompt[row], self.output_tokens[row]
+        prompt = self._prompt[row]
         request = Request(row, arrival_s, prompt, s.slo.ttft_limit_s(prompt), self._blocks[row] if self._blocks else ())
         self.ledger.inject(request)
-        limit = s.model.max_context_tokens
+        if s.latency.frontend_s > 0.0:
+            self._at_frontend += 1
+            passed = self.env.timeout(s.latency.frontend_s)
+            assert passed.callbacks is not None
+            passed.callbacks.append(lambda _: self._enter(request))
+        else:
+            self._admit(request)
+
+    def _enter(self, request: Request) -> None:
+        self._at_frontend -= 1
+        self._admit(request)
+
+    def _admit(self, request: Request) -> None:
+        limit, prompt = self.simulation.model.max_context_tokens, request.prompt_tokens
+        output = self.output_tokens[request.id]
         if limit is not None and prompt + output > limit:
             self.ledger.reject(request, "context_limit", self.env.now)
             return

@@ -32,6 +32,10 @@ class LatencySource(Protocol):
         """Relative standard deviation of the time charged around its prediction."""
 
     @property
+    def frontend_s(self) -> float:
+        """Seconds between a request's arrival and the scheme: HTTP, chat template, tokenisation."""
+
+    @property
     def shares(self) -> SmShares:
         """What a part of a GPU's SMs does to these times."""
 
