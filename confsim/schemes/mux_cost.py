@@ -33,6 +33,32 @@ def decode_sms(gpu: GpuSpec, partition_sms: int) -> list[int]:
     return [sms for sms in range(gpu.sms % partition_sms, gpu.sms, partition_sms) if sms >= LEAST_SMS]
 
 
+class Division(NamedTuple):
+    """SMs of decode beside a prefill, from so many decodes on (the last division that they reach counts)."""
+
+    decode_sms: int
+    from_decodes: int
+
+
+def automatic_divisions(gpu: GpuSpec, groups: int, divisor: int, sm_multiple: int) -> list[Division]:
+    """The divisions that SGLang's pdmux makes where its configuration names none; none where the GPU is too small.
+
+    Prefill has multiples of `sm_multiple` SMs, at least half of them all, and decode at least 16. Of these counts
+    `groups - 2` are taken at even steps from the smallest prefill up: 112/20, 104/28, ..., 72/60 of 132 in steps of 8,
+    84/24, 78/30, ..., 54/54 of 108 in steps of 2. With g groups that exist, `n` decodes have division
+    `clamp(n * (g - 2) // divisor, 1, g - 2)`.
+    """
+    prefills = [sms for sms in range(sm_multiple, gpu.sms, sm_multiple) if 16 <= gpu.sms - sms <= sms]
+    wanted = groups - 2
+    if len(prefills) > wanted:
+        prefills = prefills[:: len(prefills) // wanted][:wanted]
+    prefills.reverse()
+    count = len(prefills)
+    # n * count // divisor >= index, from n = ceil(index * divisor / count) on
+    starts = [1] + [-(-index * divisor // count) for index in range(2, count + 1)]
+    return [Division(gpu.sms - sms, start) for sms, start in zip(prefills, starts, strict=False)]
+
+
 class PrefillTime(NamedTuple):
     """Seconds of a prefill batch through all layers on one share."""
 
@@ -69,22 +95,24 @@ class MuxOptions:
     """What prices and decisions depend on.
 
     `target_s` is the TBT that decode has to meet at `worst_slowdown`; launching prefill layer by layer costs
-    `launch_overhead` of its time; host time is hidden behind the GPU with `async_schedule`.
+    `launch_overhead` of its time; host time is hidden behind the GPU with `async_schedule`. `from_decodes` gives for
+    every split the decodes from which on it is taken; None: splits are chosen by predictions (`best_fit`).
     """
 
     target_s: float
     worst_slowdown: float
     launch_overhead: float
     async_schedule: bool
+    from_decodes: tuple[int, ...] | None = None
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class MuxCost:
     """Times of decode iterations and prefill batches on every split of the SMs; a split is known by its index.
 
-    Splits ascend in decode's SMs. Decode of `count` sequences costs a part fixed by the count, cached here, and its
-    attention scaled by the split; beside prefill, `contention` is what it really suffers. `layers` of the model are
-    run by a prefill batch.
+    `splits` are decode's SMs, ascending where splits are chosen by predictions. Decode of `count` sequences costs a
+    part fixed by the count, cached here, and its attention scaled by the split; beside prefill, `contention` is what it
+    really suffers. `layers` of the model are run by a prefill batch.
     """
 
     def __init__(
@@ -163,6 +191,16 @@ class MuxCost:
         """Host time that the GPU does not hide."""
         overhead_s = self.latency.overhead_s(sequences)
         return max(0.0, overhead_s - gpu_s) if self.options.async_schedule else overhead_s
+
+    def choose(self, count: int, alone_s: float) -> int:
+        """The split for `count` decodes beside a prefill: by the table of divisions, or the best fit."""
+        if self.options.from_decodes is None:
+            return self.best_fit(count, alone_s)
+        chosen = 0
+        for split, start in enumerate(self.options.from_decodes):
+            if count >= start:
+                chosen = split
+        return chosen
 
     def best_fit(self, count: int, alone_s: float) -> int:
         """The smallest split on which decode meets its target at the worst slowdown; the largest where none does.

@@ -3,6 +3,11 @@
 Decode dispatches: after every iteration it takes in prompts that are done, chooses its SMs, and lets prefill launch
 its next layers beside it. Prefill runs on from group to group of layers by itself and waits for decode only where
 decode has the whole GPU, or has to start first.
+
+With `layer_tokens` (the artifact) one host loop drives both streams: at the start of every decode iteration it may
+start a batch, and it launches the batch's next layers, which run one after another; at the end of the iteration it
+looks whether the batch is done. The SMs are divided anew when a batch starts or ends or decode drains, and both
+streams run empty before.
 """
 
 from __future__ import annotations
@@ -41,6 +46,7 @@ class MuxInstance(Instance):
         backend = setup.backend.create(cost, setup.noise(stream + 1), tp, sp, f"{name} prefill")
         self._decodes = DecodeSide()
         self._prefills = MuxPrefill(serving, self._queue, cost, backend, track, limits, self._decodes, self._land)
+        self._stepped = limits.layer_tokens is not None
         self._stalled = False  # decode waits for KV that the layers in flight write
         self._prefill_bell = Bell(setup.env)
         self.spawn(self._decode())
@@ -100,6 +106,8 @@ class MuxInstance(Instance):
             for request in serving.loop.step(self.env.now):
                 serving.end(request)
                 self.complete(request, self.env.now)
+            if self._stepped:
+                self._prefills.notice()
 
     def _may_run_ahead(self) -> bool:
         return not len(self._queue) or (self._prefills.blocked and self._queue.time_free)
@@ -111,17 +119,24 @@ class MuxInstance(Instance):
         serving.join_landed()
         if not len(serving.loop):
             return None
+        if self._stepped and decodes.split == IDLE and prefills.in_flight:  # the SMs are divided once it has run
+            self._stalled = True
+            return None
         if not serving.grow(self._make_room):
             self._stalled = True
             return None
         batch = serving.loop.batches[0]
         if not batch.count:
             return None
-        if prefills.batch is None:
-            prefills.next_batch()
+        starts = prefills.batch is None and prefills.next_batch()
         load = self.cost.load(serving.loop.batches)
         decodes.attention_s = load.attention_s
-        decodes.split = WHOLE_GPU if prefills.batch is None else self.cost.best_fit(load.total, load.attention_s)
+        if prefills.batch is None:
+            decodes.split = WHOLE_GPU
+        elif not self._stepped or starts or decodes.split == IDLE:
+            decodes.split = self.cost.choose(load.total, load.attention_s)
+        if self._stepped and prefills.batch is not None:
+            prefills.queue_layers(decodes.split)
         return load
 
     def _make_room(self, group: int) -> bool:
@@ -161,6 +176,8 @@ class MuxInstance(Instance):
             return False
         if self._decodes.split == WHOLE_GPU:
             return False
+        if self._stepped and not idle:
+            return self._prefills.queued()
         if self._prefills.batch is not None or self._prefills.next_batch():
             return True
         if idle and len(self._queue):

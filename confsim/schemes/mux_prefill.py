@@ -27,11 +27,17 @@ ROUNDING = 1e-9  # of a layer
 @dataclass(frozen=True)
 class MuxLimits:
     """`max_batched_tokens`: of prompts prefilled together (a longer one goes alone); `longest_prompt_tokens` has room
-    for its activations; `preempt` lets a short prompt go before a long one at a layer boundary."""
+    for its activations; `preempt` lets a short prompt go before a long one at a layer boundary.
+
+    `layer_tokens`: prefill is launched by decode's loop, `max(1, layer_tokens // prompt tokens)` layers with every
+    decode iteration, and its end is noticed at the end of one. None: it launches itself, as many layers as cover a
+    decode iteration, and its end is noticed at once.
+    """
 
     max_batched_tokens: int
     longest_prompt_tokens: int
     preempt: bool
+    layer_tokens: int | None = None
 
 
 class DecodeSide:
@@ -48,6 +54,8 @@ class PrefillBatch:
     def __init__(self, chunks: tuple[PrefillChunk, ...]) -> None:
         self.chunks = chunks
         self.layers_done = 0
+        self.layers_queued = 0  # of all, that decode's loop has launched
+        self.split = WHOLE_GPU  # on which these run
         self.start()
 
     def start(self) -> None:
@@ -123,6 +131,24 @@ class MuxPrefill:
             self.batch = PrefillBatch(tuple(chunks))
         return bool(chunks)
 
+    def queue_layers(self, split: int) -> None:
+        """Put the next layers into prefill's stream, in which they wait for those before them."""
+        batch, layer_tokens = self.batch, self._limits.layer_tokens
+        assert batch is not None and layer_tokens is not None
+        tokens = sum([chunk.tokens for chunk in batch.chunks])
+        batch.layers_queued = min(self._cost.layers, batch.layers_queued + max(1, layer_tokens // tokens))
+        batch.split = split
+
+    def queued(self) -> bool:
+        """Whether layers wait in prefill's stream that do not run yet."""
+        return self.batch is not None and self.batch.layers_done < self.batch.layers_queued
+
+    def notice(self) -> None:
+        """Take the first tokens of a batch whose layers have all run."""
+        batch = self.batch
+        if batch is not None and batch.layers_done == self._cost.layers:
+            self._emit(batch)
+
     def _start(self, request: Request) -> bool:
         """Reserve the whole prompt and the first decoded token's block, or nothing."""
         kv = self._serving.kv
@@ -149,7 +175,7 @@ class MuxPrefill:
         decode = self._decode
         if decode.split != WHOLE_GPU:
             return WHOLE_GPU if decode.split == IDLE else decode.split
-        return self._cost.best_fit(self._serving.loop.batches[0].count, decode.attention_s)
+        return self._cost.choose(self._serving.loop.batches[0].count, decode.attention_s)
 
     # Layers
 
@@ -157,8 +183,11 @@ class MuxPrefill:
         """Run the next group of layers beside the decode iteration."""
         batch, now_s = self.batch, self._env.now
         assert batch is not None
-        split = WHOLE_GPU if self._decode.split == IDLE else self._decode.split
-        end = batch.layers_done + self._group(batch, split)
+        if batch.layers_done < batch.layers_queued:
+            split, end = batch.split, batch.layers_queued
+        else:
+            split = WHOLE_GPU if self._decode.split == IDLE else self._decode.split
+            end = batch.layers_done + self._group(batch, split)
         if batch.began_s < 0:
             batch.began_s = now_s
             for chunk in batch.chunks:
@@ -174,7 +203,9 @@ class MuxPrefill:
         batch.add(timing)
         batch.layers_done = end
         if end == self._cost.layers:
-            self._finish(batch)
+            self._record(batch, sum([chunk.tokens for chunk in batch.chunks]))
+            if self._limits.layer_tokens is None or self._decode.split == IDLE:
+                self._emit(batch)
         elif self._limits.preempt and self._paused is None:
             self._give_way(batch)
 
@@ -191,9 +222,8 @@ class MuxPrefill:
             return left
         return min(left, max(1, ceil(cover_s / layer_s - ROUNDING)))
 
-    def _finish(self, batch: PrefillBatch) -> None:
+    def _emit(self, batch: PrefillBatch) -> None:
         """Its prompts' first tokens are out."""
-        self._record(batch, sum([chunk.tokens for chunk in batch.chunks]))
         self.batch, self._paused = self._paused, None
         for chunk in batch.chunks:
             request = chunk.request
@@ -235,6 +265,11 @@ class MuxPrefill:
         self._record(batch, 0)
         self._paused, self.batch = batch, PrefillBatch((self._chunk(request),))
         self.preemptions += 1
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether layers run."""
+        return self._in_flight
 
     def runs(self, request: Request) -> bool:
         """Whether layers of a request are in flight, so that its KV cannot be taken away."""

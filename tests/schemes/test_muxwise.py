@@ -13,12 +13,14 @@ from confsim.api import build, compose
 from confsim.errors import InputError
 from confsim.latency.share import SmShares
 from confsim.run.plan import WHOLE_GPU
-from confsim.schemes.mux_cost import decode_sms
+from confsim.schemes.mux_cost import Division, automatic_divisions, decode_sms
 from confsim.schemes.muxwise import MuxWise
 from confsim.specs import GpuSpec
 
+A100 = GpuSpec("a100_sxm", 1, 1.0, 1.0, 1.0, 108)
 H100 = GpuSpec("h100_sxm", 85520809984, 3.35e12, 9.89e14, 4.5e11, 132)
-SCHEME = ("scheme=muxwise", "cluster.gpus=4", "scheme.contention=mean")
+ARTIFACT = ("scheme=muxwise", "cluster.gpus=4", "scheme.contention=mean")
+SCHEME = (*ARTIFACT, "scheme.split=best_fit", "scheme.async_schedule=true")
 WORST, MEAN = 1.3, 1.15
 
 
@@ -99,7 +101,7 @@ def test_largest_share_where_no_share_meets_the_target() -> None:
 
 
 def test_decode_meets_the_target_at_any_sampled_contention() -> None:
-    sim = simulation("scheme=muxwise", "cluster.gpus=4", "scheme.contention=sampled", "slo.tbt_s=0.03")
+    sim = simulation(*SCHEME, "scheme.contention=sampled", "slo.tbt_s=0.03")
     result = replay(sim, [(0.0, 3000, 300), (0.5, 60000, 1), (4.0, 60000, 1)])
     gaps = [row["end_s"] - row["start_s"] for row in loop_rows(result, "muxwise decode") if row["decode_tokens"]]
     assert max(gaps) <= 0.03 * (1 + 1e-9)
@@ -168,12 +170,16 @@ def test_memory_pays_for_graphs_of_every_partition() -> None:
         kv: dict[str, Any] = build(compose(["trace=fixed", "trace.requests=1", *overrides])).run().summary["kv"]
         return kv
 
-    mux = capacity("scheme=muxwise")
-    plain = capacity("scheme=muxwise", "scheme.graph_memory=0", "scheme.longest_prompt_tokens=8192")
+    mux = capacity("scheme=muxwise", "scheme.split=best_fit")
+    plain = capacity(
+        "scheme=muxwise", "scheme.split=best_fit", "scheme.graph_memory=0", "scheme.longest_prompt_tokens=8192"
+    )
     assert mux["groups"] == 1 and mux["gpus_per_group"] == 4
     assert mux["capacity_tokens"] < plain["capacity_tokens"]
     extra = -mux["terms"]["terms"]["extra"]
     assert extra == int(0.062 * 85520809984) - 2**30 + 7 * 2 * 4 * 2**20 + 392 * 2**20
+    artifact = -capacity("scheme=muxwise")["terms"]["terms"]["extra"]  # six splits
+    assert artifact == extra - 2 * 4 * 2**20
 
 
 def test_requests_longer_than_the_activations_have_room_for_are_rejected() -> None:
@@ -190,6 +196,16 @@ def test_requests_longer_than_the_activations_have_room_for_are_rejected() -> No
         {"worst_slowdown": 0.9},
         {"launch_overhead": -0.1},
         {"graph_memory": 1.0},
+        {"split": "table"},
+        {"sm_groups": 2},
+        {"decodes_divisor": 0},
+        {"layer_tokens": 0},
+        {"preempt_prefill": True},
+        {"divisions": []},
+        {"divisions": [[112, 20]]},
+        {"divisions": [[112, 20, 2]]},
+        {"divisions": [[112, 20, 1], [56, 76, 25], [64, 68, 20]]},
+        {"divisions": [[112, 20, 1]], "split": "best_fit"},
     ],
 )
 def test_wrong_options_are_named(wrong: dict[str, Any]) -> None:
@@ -213,11 +229,11 @@ def test_best_fit_on_the_whole_gpu_when_nothing_is_prefilled() -> None:
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "srpf", "deadline_waterfill"])
-@pytest.mark.parametrize("preempt", ["true", "false"])
+@pytest.mark.parametrize("split", ["artifact", "best_fit", "best_fit scheme.preempt_prefill=true"])
 @pytest.mark.parametrize("extra", [(), ("kv.prefix_cache=true",), ("kv.admission=step", "latency.noise=0.05")], ids=str)
-def test_nothing_is_lost_with_little_kv(policy: str, preempt: str, extra: tuple[str, ...]) -> None:
+def test_nothing_is_lost_with_little_kv(policy: str, split: str, extra: tuple[str, ...]) -> None:
     overrides = ["scheme=muxwise", "trace=toolagent", "trace.requests=40", "kv.capacity_tokens=10000", "rate=8"]
-    overrides += [f"policy={policy}", f"scheme.preempt_prefill={preempt}", *extra]
+    overrides += [f"policy={policy}", *f"scheme.split={split}".split(), *extra]
     result = build(compose(overrides)).run(check=True)
     counts = result.summary["requests"]
     assert counts["injected"] == 40 == counts["completed"] + counts["rejected"]
@@ -228,3 +244,124 @@ def test_nothing_is_lost_with_little_kv(policy: str, preempt: str, extra: tuple[
         starts[row["loop"]].append((row["start_s"], row["end_s"]))
     for spans in starts.values():  # a loop does one thing at a time
         assert all(a[1] <= b[0] + 1e-12 for a, b in pairwise(spans))
+
+
+# The artifact's split
+
+
+def test_automatic_divisions_of_the_artifact() -> None:
+    """Eight groups: from 112/20 to 72/60 of 132 SMs, from 84/24 to 54/54 of 108; all of a smaller GPU's few."""
+    starts = [1, 12, 18, 24, 30, 36]
+    assert automatic_divisions(H100, 8, 36, 8) == list(map(Division, [20, 28, 36, 44, 52, 60], starts))
+    assert automatic_divisions(A100, 8, 36, 2) == list(map(Division, [24, 30, 36, 42, 48, 54], starts))
+    assert automatic_divisions(A100, 4, 36, 2) == [Division(34, 1), Division(54, 36)]
+    small = GpuSpec("h20", 1, 1.0, 1.0, 1.0, 78)
+    assert automatic_divisions(small, 8, 36, 8) == [Division(22, 1), Division(30, 24), Division(38, 36)]
+    assert automatic_divisions(GpuSpec("cpu", 1, 1.0, 1.0, 1.0, 1), 8, 36, 8) == []
+
+
+@pytest.mark.parametrize("gpu", [H100, A100])
+@pytest.mark.parametrize(("groups", "divisor"), [(8, 36), (8, 5), (4, 36), (5, 1)])
+def test_automatic_rule_is_the_clamped_quotient(gpu: GpuSpec, groups: int, divisor: int) -> None:
+    divisions = automatic_divisions(gpu, groups, divisor, 2)
+    most = len(divisions)
+    for count in range(1, 80):
+        index = max(1, min(most, count * most // divisor))
+        assert [row for row in divisions if count >= row.from_decodes][-1] == divisions[index - 1]
+
+
+TABLE = "scheme.divisions=[[112,20,1],[96,36,3],[56,76,5]]"
+
+
+@pytest.mark.parametrize(
+    ("decodes", "sms", "overrides"),
+    [(1, 20, ()), (11, 20, ()), (12, 28, ()), (2, 20, (TABLE,)), (3, 36, (TABLE,)), (5, 76, (TABLE,))],
+)
+def test_decodes_decide_the_split(decodes: int, sms: int, overrides: tuple[str, ...]) -> None:
+    """`decodes` short prompts are prefilled in one batch; a long one comes while they decode on the whole GPU."""
+    rows = [(0.0, 10, 1), *[(0.001, 100, 40)] * decodes, (0.06, 8000, 1)]
+    result = replay(simulation(*ARTIFACT, *overrides), rows)
+    row = next(row for row in loop_rows(result, "muxwise decode") if row["start_s"] > 0.06)
+    assert row["decode_tokens"] == decodes
+    assert gap(row) == pytest.approx(Hand(sms).decode(decodes, row["context_tokens"]) * MEAN)
+
+
+def test_end_of_prefill_is_noticed_at_the_end_of_a_decode_step() -> None:
+    """Its first token, the next prompt's start and the new split wait for it; the first decode is the next step's."""
+    result = replay(simulation(*ARTIFACT), [(0.0, 1000, 200), (0.1, 8000, 4), (0.11, 6000, 1)])
+    decodes, prefills = loop_rows(result, "muxwise decode"), loop_rows(result, "muxwise prefill")
+    start = next(row["end_s"] for row in decodes if row["end_s"] > 0.1)
+    done = start + 1.015 * Hand(112).prefill(8000)  # eight layers a step outlast every step
+    assert prefills[1]["start_s"] == pytest.approx(start) and prefills[1]["end_s"] == pytest.approx(done)
+    noticed = next(row["end_s"] for row in decodes if row["end_s"] >= done)
+    assert noticed > done + 1e-3
+    assert column(result, "ttft_s")[1] == pytest.approx(noticed - 0.1)
+    assert next(row for row in decodes if row["decode_tokens"] == 2)["start_s"] == noticed
+    assert prefills[2]["start_s"] == noticed
+    for row in decodes:
+        beside = start <= row["start_s"] < done or prefills[2]["start_s"] <= row["start_s"] < prefills[2]["end_s"]
+        sms, factor = (20, MEAN) if beside else (132, 1.0)
+        assert gap(row) == pytest.approx(Hand(sms).decode(row["decode_tokens"], row["context_tokens"]) * factor)
+
+
+@pytest.mark.parametrize("layer_tokens", [65536, 8000, 1])
+def test_layers_that_a_decode_step_launches(layer_tokens: int) -> None:
+    """max(1, budget // tokens) of 40 layers a step: a short prompt idles between steps once they are run."""
+    tokens = 400
+    sim = simulation(*ARTIFACT, f"scheme.layer_tokens={layer_tokens}")
+    result = replay(sim, [(0.0, 1000, 200), (0.1, tokens, 1)])
+    decodes, prefill = loop_rows(result, "muxwise decode"), loop_rows(result, "muxwise prefill")[1]
+    first = next(index for index, row in enumerate(decodes) if row["start_s"] == prefill["start_s"])
+    layer = 1.015 * Hand(112).prefill(tokens) / 40
+    per_step = max(1, layer_tokens // tokens)
+    free, left = 0.0, 40
+    for row in decodes[first:]:
+        group = min(per_step, left)
+        free, left = max(free, row["start_s"]) + group * layer, left - group
+        if not left:
+            break
+    assert prefill["end_s"] == pytest.approx(free)
+    assert column(result, "ttft_s")[1] == pytest.approx(
+        next(row["end_s"] for row in decodes if row["end_s"] >= free) - 0.1
+    )
+
+
+@pytest.mark.parametrize("layer_tokens", [65536, 12000 * 4])
+def test_split_stays_until_decode_drains_and_launched_layers_have_run(layer_tokens: int) -> None:
+    """What decode steps have launched ends on its part of the SMs; what is left has the whole GPU."""
+    tokens, steps = 12000, 4
+    sim = simulation(*ARTIFACT, f"scheme.layer_tokens={layer_tokens}")
+    result = replay(
+        sim,
+        [(0.0, 1000, steps + 2), (0.08, tokens, 1)],
+    )
+    decodes, prefill = loop_rows(result, "muxwise decode"), loop_rows(result, "muxwise prefill")[1]
+    beside = [row for row in decodes if row["start_s"] >= prefill["start_s"]]
+    launched = len(beside) * max(1, layer_tokens // tokens)
+    assert beside and launched < 40
+    part, whole = 1.015 * Hand(112).prefill(tokens) / 40, Hand().prefill(tokens) / 40
+    assert launched * part > beside[-1]["end_s"] - prefill["start_s"]  # they outlast decode
+    end = prefill["start_s"] + launched * part + (40 - launched) * whole
+    assert prefill["end_s"] == pytest.approx(end)
+    assert column(result, "ttft_s")[1] == pytest.approx(end - 0.08)
+
+
+def test_split_does_not_follow_decodes_that_end_during_a_prefill() -> None:
+    rows = [(0.0, 10, 1), *[(0.001, 100, 12)] * 11, (0.001, 100, 60), (0.06, 20000, 1)]
+    result = replay(simulation(*ARTIFACT), rows)
+    long = loop_rows(result, "muxwise prefill")[-1]
+    beside = [row for row in loop_rows(result, "muxwise decode") if long["start_s"] <= row["start_s"] < long["end_s"]]
+    assert {row["decode_tokens"] for row in beside} == {12, 1}
+    for row in beside:
+        assert gap(row) == pytest.approx(Hand(28).decode(row["decode_tokens"], row["context_tokens"]) * MEAN)
+
+
+def test_artifact_exposes_host_time() -> None:
+    law = {**LAW, "iteration_overhead_s": 0.02}
+    result = replay(simulation(*ARTIFACT, **law), [(0.0, 1000, 3)])
+    assert column(result, "max_gap_s") == [pytest.approx(0.02 + Hand().decode(1, 1002))]
+
+
+def test_divisions_have_to_add_up_to_the_gpus_sms() -> None:
+    with pytest.raises(InputError, match=r"scheme.divisions.*132"):
+        replay(simulation(*ARTIFACT, "scheme.divisions=[[84,24,1]]"), [(0.0, 10, 1)])
