@@ -6,6 +6,7 @@ import torch
 
 from executor.clock import Spent, StageClock
 from executor.collectives import Group, Groups
+from executor.config import Device, Layout
 from executor.exchange import Exchange
 from executor.fork import Fork, ThreadFork
 from executor.kernels import choose, page_tokens
@@ -81,6 +82,7 @@ class Rank:
             "attention": self.kernels.name,
             "attention_version": self.kernels.version,
             "overlap": self.fork.name,
+            "no_graphs": no_graphs(self.config.device, self.config.layout) or None,
             **self.fork.facts,
             "page_tokens": self.pool.page_tokens,
             "kv_units": self.pool.units,
@@ -151,7 +153,7 @@ class Rank:
 
     def _linear(self, model: Transformer) -> Linear:
         settings = self.config.device
-        if settings.kind == "cuda" and settings.graphs:
+        if not no_graphs(settings, self.config.layout):
             from executor.cuda.graphs import graphed_linear
 
             return graphed_linear(model, settings.graph_tokens, self.device, self.groups.counts)
@@ -175,3 +177,14 @@ class Rank:
     def _is_overlap_valid(self, spent: Spent) -> bool:
         """Two streams only overlap if the host launches faster than the device works."""
         return self.device.type != "cuda" or spent.launch_s < LAUNCH_BOUND * spent.duration_s
+
+
+def no_graphs(device: Device, layout: Layout) -> str:
+    """Why linear segments are not CUDA graphs, or nothing where they are."""
+    if device.kind == "cpu":
+        return "on CPU"
+    if not device.graphs:
+        return "not asked for"
+    if device.launcher == "threads" and layout.tp > 1:
+        return "sums between threads wait on the host, which a graph cannot hold"
+    return ""

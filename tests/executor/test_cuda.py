@@ -7,6 +7,7 @@ import sys
 import time
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -436,6 +437,44 @@ def test_sm_counts_are_rounded_as_the_driver_does(asked: int, capability: tuple[
 def test_a_partition_leaves_something_for_prefill() -> None:
     with pytest.raises(green_context.PartitionError, match="leave none"):
         green_context.round_sms(130, 132, (9, 0))
+
+
+def test_thread_ranks_are_built_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA captures one graph at a time in a process: no rank is built beside another, or while one runs."""
+    from executor import rank
+
+    original, inside, seen = rank.load_weights, [], []
+
+    def load(*args: object) -> object:
+        inside.append(1)
+        seen.append(len(inside))
+        time.sleep(0.05)
+        loaded = original(*args)
+        inside.pop()
+        return loaded
+
+    monkeypatch.setattr(rank, "load_weights", load)
+    with Runtime(tiny(), Layout("xp", 2, 2), THREADS, KvConfig(capacity_tokens=64)):
+        assert seen == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("device", "layout", "reason"),
+    [
+        (CUDA, Layout("xp", 2, 2), ""),
+        (replace(CUDA, launcher="threads"), Layout("xp", 4, 1), ""),
+        (replace(CUDA, launcher="threads"), Layout("xp", 2, 2), "wait on the host"),
+        (replace(CUDA, graphs=False), Layout("xp", 2, 1), "not asked for"),
+        (THREADS, Layout("xp", 2, 1), "on CPU"),
+    ],
+)
+def test_where_there_are_no_graphs_it_is_said(device: Device, layout: Layout, reason: str) -> None:
+    """Threads that sum over a TP group synchronise inside a segment, which a capture does not allow."""
+    from executor.rank import no_graphs
+
+    found = no_graphs(device, layout)
+    assert reason in found
+    assert bool(found) == bool(reason)
 
 
 def test_graphs_pad_and_fall_back() -> None:
