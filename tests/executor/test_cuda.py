@@ -26,7 +26,7 @@ from executor.collectives import Groups
 from executor.config import Device, Layout, Sampling
 from executor.cuda import green_context
 from executor.cuda.graphs import GraphedLinear, counted
-from executor.cuda.streams import EventClock, StreamApi, StreamFork
+from executor.cuda.streams import EventClock, StreamApi, StreamFork, make_clock_and_fork
 from executor.exchange import Exchange
 from executor.fork import Fork, ThreadFork
 from executor.kernels import choose, page_tokens
@@ -425,6 +425,91 @@ def test_overlapping_partitions_are_refused() -> None:
     green_context.check_disjoint({0, 1}, {2, 3})
     with pytest.raises(green_context.PartitionError, match=r"share SMs \[2\]"):
         green_context.check_disjoint({0, 1, 2}, {2, 3})
+
+
+class GreenStream:
+    """A stream on a green context that may refuse events, as a driver may."""
+
+    refuses = False
+
+    def __init__(self, handle: int = 0, device: int = 0) -> None:
+        self.seen: list[str] = []
+
+    def wait_event(self, event: object) -> None:
+        self.seen.append("waited")
+
+
+class GreenEvent:
+    def record(self, stream: GreenStream) -> None:
+        if GreenStream.refuses:
+            raise RuntimeError("CUDA error: invalid resource handle\nCompile with TORCH_USE_CUDA_DSA")
+        stream.seen.append("recorded")
+
+    def synchronize(self) -> None:
+        return None
+
+
+@pytest.fixture
+def green_machine(monkeypatch: pytest.MonkeyPatch) -> list[GreenStream]:
+    """A machine that grants a partition of 132 SMs; its streams."""
+    made: list[GreenStream] = []
+
+    def stream(handle: int = 0, device: object = None) -> GreenStream:
+        made.append(GreenStream())
+        return made[-1]
+
+    driver = Driver()
+    driver.cuGreenCtxStreamCreate = lambda context, flags, priority: (0, context)  # type: ignore[method-assign]
+    monkeypatch.setitem(sys.modules, "cuda", SimpleNamespace(bindings=SimpleNamespace(driver=driver)))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
+    properties = SimpleNamespace(multi_processor_count=132, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", stream)
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    monkeypatch.setattr(torch.cuda, "Event", GreenEvent)
+    monkeypatch.setattr(GreenStream, "refuses", False)
+    ids = iter(({0, 1}, {2, 3}))
+    monkeypatch.setattr(green_context, "collect_sm_ids", lambda stream, sms: next(ids))
+    return made
+
+
+def test_a_partition_is_taken_once_its_streams_have_taken_events(green_machine: list[GreenStream]) -> None:
+    found = green_context.partition(0, 32)
+    assert (found.decode_sms, found.prefill_sms) == (32, 100)
+    for stream in (found.decode_stream, found.prefill_stream):
+        assert stream.seen == ["waited", "recorded"]
+
+
+@pytest.mark.parametrize("failure", ["events", "toolkit", "driver", "bindings"])
+def test_plain_streams_where_there_is_no_partition(
+    monkeypatch: pytest.MonkeyPatch, green_machine: list[GreenStream], failure: str
+) -> None:
+    """Whatever goes wrong while a partition is made, the rank runs on plain streams and says why."""
+
+    def no_toolkit(stream: object, sms: int) -> set[int]:
+        raise OSError("libnvrtc.so: cannot open shared object file")
+
+    def no_driver() -> None:
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    if failure == "events":
+        monkeypatch.setattr(GreenStream, "refuses", True)
+    elif failure == "toolkit":
+        monkeypatch.setattr(green_context, "collect_sm_ids", no_toolkit)
+    elif failure == "driver":
+        monkeypatch.setattr(torch.cuda, "init", no_driver)
+    else:
+        monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    _, fork = make_clock_and_fork(replace(CUDA, overlap="partition", decode_sms=32), torch.device("cuda", 0))
+    said = {
+        "events": "RuntimeError: CUDA error: invalid resource handle",
+        "toolkit": "OSError: libnvrtc.so: cannot open shared object file",
+        "driver": "AssertionError: Torch not compiled with CUDA enabled",
+        "bindings": "cuda-bindings is not installed",
+    }
+    assert (fork.name, fork.facts) == ("streams", {"no_partition": said[failure]})
 
 
 @pytest.mark.parametrize(
