@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from executor.fork import Sms
+
 
 @dataclass(frozen=True)
 class PrefillBatch:
@@ -111,7 +113,10 @@ class DecodeBatch:
 
 
 class AttentionKernels(Protocol):
-    """Causal attention with grouped KV heads; `name` and `version` go into results and profiles."""
+    """Causal attention with grouped KV heads; `name` and `version` go into results and profiles.
+
+    `sms` of a call is the part of the device that it has to itself, for kernels that size their grids.
+    """
 
     @property
     def name(self) -> str:
@@ -125,10 +130,14 @@ class AttentionKernels(Protocol):
     def page_multiple(self) -> int:
         """Tokens that a page must be a multiple of."""
 
-    def prefill(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: PrefillBatch) -> torch.Tensor:
+    def prefill(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: PrefillBatch, sms: Sms = None
+    ) -> torch.Tensor:
         """`q [tokens, q_heads, d]` over pages `[pages, page_tokens, kv_heads, d]`; like `q`."""
 
-    def decode(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: DecodeBatch) -> torch.Tensor:
+    def decode(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: DecodeBatch, sms: Sms = None
+    ) -> torch.Tensor:
         """`q [sequences, q_heads, d]` over pages `[pages, page_tokens, kv_heads, d]`; like `q`."""
 
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from executor.collectives import Groups
 from executor.config import Device, Layout, Sampling
 from executor.cuda import green_context
 from executor.cuda.graphs import GraphedLinear, counted
-from executor.cuda.streams import EventClock, StreamApi, StreamFork, make_clock_and_fork
+from executor.cuda.streams import EventClock, StreamApi, StreamFork, make_clock_and_fork, partition_fork
 from executor.exchange import Exchange
 from executor.fork import Fork, ThreadFork
 from executor.kernels import choose, page_tokens
@@ -44,6 +45,7 @@ from executor.model import EagerLinear, Transformer
 from executor.place import Place
 from executor.runtime import Runtime
 from executor.weights import load_weights
+from executor.work import DecodeRows, Work
 
 ROOT = Path(__file__).resolve().parents[2]
 CUDA = Device("cuda", "bfloat16")
@@ -82,7 +84,7 @@ def install(monkeypatch: pytest.MonkeyPatch, **modules: object) -> None:
 
 KERNELS = {
     "flash2": Flash2Kernels(FLASH2, "2.8.3"),
-    "flash3": Flash3Kernels(FLASH3, "3.0.0", prefill_margin=32, decode_margin=100),
+    "flash3": Flash3Kernels(FLASH3, "3.0.0", total_sms=132),
     "varlen": VarlenKernels(varlen, {}),
 }
 
@@ -199,6 +201,7 @@ def test_choice_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     assert choose(CUDA).name == "sdpa"
     install(monkeypatch, **{"torch.nn.attention.varlen": SimpleNamespace(varlen_attn=varlen_attn)})
     assert choose(CUDA).name == "torch varlen"
@@ -207,7 +210,7 @@ def test_choice_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, flash_attn=FLASH2, flash_attn_interface=FLASH3)
     chosen = choose(Device("cuda", "bfloat16", overlap="partition", decode_sms=32))
     assert isinstance(chosen, Flash3Kernels)
-    assert (chosen.prefill_margin, chosen.decode_margin) == (32, 100)
+    assert chosen.total_sms == 132
     assert choose(Device("cuda", "float32")).name == "sdpa"
     with pytest.raises(InputError, match="not float32"):
         choose(Device("cuda", "float32", attention="flash"))
@@ -313,7 +316,7 @@ def test_every_hand_over_between_streams_has_an_event() -> None:
 
     for layer in (1, 2, 3):
         linear(layer)
-        fork.run(lambda: path("prefill"), lambda: path("decode"))
+        fork.run(lambda sms: path("prefill"), lambda sms: path("decode"))
     linear(4)
     streams.finish()
     assert seen == [(0, 0), (10, 10), (20, 20), (30, 30)]
@@ -324,16 +327,16 @@ def test_delayed_path_on_threads_changes_nothing() -> None:
     fork = ThreadFork()
     out = torch.zeros(2)
 
-    def slow() -> None:
+    def slow(sms: int | None) -> None:
         time.sleep(0.05)
         out[0] = 1
 
-    fork.run(slow, lambda: out[1].fill_(2))
+    fork.run(slow, lambda sms: out[1].fill_(2))
     assert out.tolist() == [1, 2]
     with pytest.raises(ValueError, match="decode"):
-        fork.run(lambda: None, lambda: (_ for _ in ()).throw(ValueError("decode")))
+        fork.run(lambda sms: None, lambda sms: (_ for _ in ()).throw(ValueError("decode")))
     with pytest.raises(ValueError, match="prefill"):
-        fork.run(lambda: (_ for _ in ()).throw(ValueError("prefill")), slow)
+        fork.run(lambda sms: (_ for _ in ()).throw(ValueError("prefill")), slow)
     fork.close()
 
 
@@ -480,6 +483,37 @@ def test_a_partition_is_taken_once_its_streams_have_taken_events(green_machine: 
     assert (found.decode_sms, found.prefill_sms) == (32, 100)
     for stream in (found.decode_stream, found.prefill_stream):
         assert stream.seen == ["waited", "recorded"]
+
+
+def test_sms_are_left_alone_only_beside_the_other_path(green_machine: list[GreenStream]) -> None:
+    """Each call in a partition knows what was granted; a path alone, or on a plain stream, has the whole GPU."""
+    streams = FakeStreams()
+    api = StreamApi(streams.use, lambda: streams.current, Event)
+    told: list[int | None] = []
+    partitioned = partition_fork(replace(green_context.partition(0, 30), decode_stream=streams.decode), api)
+    partitioned.prefill_stream = streams.prefill
+    partitioned.run(told.append, told.append)
+    assert told == [32, 100]  # decode is launched first; 30 were asked for
+    told.clear()
+    StreamFork(streams.prefill, streams.decode, api, "streams", {}).run(told.append, told.append)
+    alone = Work(None, cast(DecodeRows, object()), (), torch.zeros(0), None)
+    alone.run_paths(partitioned, told.append, told.append)
+    assert told == [None, None, None]
+
+
+def test_flash_attn_3_is_told_per_call_what_to_leave_alone() -> None:
+    margins: list[int] = []
+
+    def record(q: torch.Tensor, *args: object, sm_margin: int, **kwargs: object) -> torch.Tensor:
+        margins.append(sm_margin)
+        return q
+
+    kernels = Flash3Kernels(SimpleNamespace(flash_attn_with_kvcache=record), "3.0.0", total_sms=132)
+    pages, table = torch.zeros(1, 16, 1, 8), torch.zeros(1, 1, dtype=torch.int32)
+    for sms in (None, 32):
+        kernels.decode(torch.zeros(1, 2, 8), pages, pages, DecodeBatch(np.array([3]), table, 16), sms)
+        kernels.prefill(torch.zeros(3, 2, 8), pages, pages, PrefillBatch((3,), (3,), table), sms)
+    assert margins == [0, 0, 100, 100]
 
 
 @pytest.mark.parametrize("failure", ["events", "toolkit", "driver", "bindings"])
