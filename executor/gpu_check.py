@@ -28,7 +28,7 @@ from executor.config import Device, ExecutorConfig, Layout, ModelConfig, Rope
 from executor.fork import Fork, Sms, ThreadFork
 from executor.kernels import choose, page_tokens
 from executor.kernels.base import AttentionKernels, DecodeBatch, PrefillBatch
-from executor.kv import UnitPool
+from executor.kv import PagePool, UnitPool
 from executor.model import EagerLinear, Linear, Transformer
 from executor.place import Place
 from executor.probe import Probe
@@ -126,8 +126,8 @@ class AttentionPair:
         spread = max(1, kv // sizes.sp)
         pages = -(-sizes.context // page) * sizes.decodes
         prompt = sizes.prefix + sizes.chunk
-        self.decode_pool = UnitPool(pages, page, page, (1, kv, dim), dtype, device)
-        self.prefill_pool = UnitPool(-(-prompt // page), page, page, (1, spread, dim), dtype, device)
+        self.decode_pool = UnitPool(PagePool(pages, page, page), (1, kv, dim), dtype, device)
+        self.prefill_pool = UnitPool(PagePool(-(-prompt // page), page, page), (1, spread, dim), dtype, device)
         table = torch.arange(pages, dtype=torch.int32, device=device).view(sizes.decodes, -1)
         self.decodes = DecodeBatch(np.full(sizes.decodes, sizes.context), table, page)
         chunk_table = torch.arange(-(-prompt // page), dtype=torch.int32, device=device)[None]

@@ -10,7 +10,7 @@ from executor.config import Device, Layout
 from executor.exchange import Exchange
 from executor.fork import Fork, ThreadFork
 from executor.kernels import choose, page_tokens
-from executor.kv import UnitPool, pool_units
+from executor.kv import UnitPool, page_pool, pool_units
 from executor.layouts.base import Parts
 from executor.ledger import Ledger
 from executor.message import Iteration, RankConfig, Report
@@ -134,14 +134,12 @@ class Rank:
     def _make_pool(self) -> UnitPool:
         config = self.config
         heads = self.place.shared.kv_heads if config.layout.groups > 1 else self.place.local.kv_heads
-        return UnitPool(
-            pool_units(config.kv, config.layout.shards_per_block(config.model)),
-            page_tokens(config.device, config.kv.block_tokens),
-            config.kv.block_tokens,
-            (config.model.num_hidden_layers, heads, config.model.head_dim),
-            self.dtype,
-            self.device,
-        )
+        shards = config.layout.shards_per_block(config.model)
+        page_lists = config.device.max_sequences * (1 + shards if config.layout.migrates else 1)
+        page = page_tokens(config.device, config.kv.block_tokens)
+        pages = page_pool(pool_units(config.kv, shards), page, config.kv.block_tokens, page_lists)
+        shape = (config.model.num_hidden_layers, heads, config.model.head_dim)
+        return UnitPool(pages, shape, self.dtype, self.device)
 
     def _clock_and_fork(self) -> tuple[StageClock, Fork]:
         settings = self.config.device

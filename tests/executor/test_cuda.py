@@ -36,7 +36,7 @@ from executor.kernels.flash2 import Flash2Kernels
 from executor.kernels.flash3 import Flash3Kernels
 from executor.kernels.sdpa import SdpaKernels
 from executor.kernels.varlen import VarlenKernels
-from executor.kv import UnitPool
+from executor.kv import PagePool, UnitPool
 from executor.layouts.base import Parts
 from executor.layouts.xp import XpRunner
 from executor.ledger import Ledger
@@ -162,7 +162,7 @@ def test_forward_on_a_fake_gpu(name: str, family: str) -> None:
         groups = Groups()
         weights = load_weights(model, place, torch.bfloat16, device)
         transformer = Transformer(model, place, weights, None)
-        pool = UnitPool(64, 256, 16, (3, 4, 16), torch.bfloat16, device)
+        pool = UnitPool(PagePool(64, 256, 16), (3, 4, 16), torch.bfloat16, device)
         ledger = Ledger(place, groups, pool, True)
         kernels = SdpaKernels() if name == "sdpa" else KERNELS[name]
         linear = EagerLinear(transformer)
