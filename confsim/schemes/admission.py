@@ -71,7 +71,7 @@ class Admission:
     def _accept(self, request: Request, tokens: int, fresh: bool, now_s: float) -> str:
         last = tokens == request.remaining_prefill
         if fresh and not last and len(self._partials) >= self._limits.max_partial_prefills:
-            return "full"
+            return "partials"
         if not self._kv.whole_prompt and not self._extend(request, request.prefilled + tokens):
             return "no_kv"
         group = -1
