@@ -15,6 +15,7 @@ from executor.kernels.base import DecodeBatch, PrefillBatch
 from executor.kv import GroupKv, PagePool, UnitPool
 from executor.message import Chunk, Iteration, NewRequest
 from executor.place import Place
+from executor.upload import upload
 from executor.work import DecodeRows, PrefillRows, Work
 
 
@@ -90,7 +91,7 @@ class Ledger:
             kv.drop(request)
 
     def _admit(self, new: NewRequest) -> None:
-        tokens = torch.from_numpy(new.tokens.astype(np.int64)).to(self.pool.keys.device)
+        tokens = upload(new.tokens.astype(np.int64), self.pool.keys.device)
         self.entries[new.request] = Entry(tokens, new.sampling)
 
     def _reserve(self, chunk: Chunk) -> None:
@@ -149,11 +150,11 @@ class Ledger:
         return PrefillRows(
             torch.cat(ids),
             torch.cat(positions),
-            torch.from_numpy(np.concatenate(slots)).to(device),
+            upload(np.concatenate(slots), device),
             PrefillBatch(
                 tuple(chunk.tokens for chunk in chunks),
                 tuple(chunk.end for chunk in chunks),
-                torch.from_numpy(np.concatenate(tables)).to(device),
+                upload(np.concatenate(tables), device),
             ),
             shard_order([chunk.shards for chunk in chunks], device),
         )
@@ -171,16 +172,16 @@ class Ledger:
             start = sum(len(part) for part in lists[: self.place.group])
             here = slice(start, start + len(_at(lists, self.place.group)))
         counts = lengths + 1
-        index = torch.from_numpy(rows[here]).to(device)
+        index = upload(rows[here], device)
         return DecodeRows(
             members[here],
             rows[here],
             self._last[index],
-            torch.from_numpy(lengths[here]).to(device),
-            torch.from_numpy(store.slots(rows, lengths).reshape(-1)).to(device),
+            upload(lengths[here], device),
+            upload(store.slots(rows, lengths).reshape(-1), device),
             DecodeBatch(
                 np.repeat(counts, store.ways),
-                torch.from_numpy(store.block_table(rows, int(counts.max()))).to(device),
+                upload(store.block_table(rows, int(counts.max())), device),
                 self.pool.page_tokens,
             ),
             self._all_shards(iteration, lists, device) if self.spreads_decodes else None,
@@ -196,7 +197,7 @@ class Ledger:
         last = [int(end) - 1 for chunk, end in zip(iteration.chunks, ends, strict=True) if chunk in finished]
         start = int(ends[-1]) if len(ends) else 0
         rows = np.concatenate((last, np.arange(start, start + (0 if decode is None else len(decode.members)))))
-        return torch.from_numpy(rows.astype(np.int64)).to(self.pool.keys.device)
+        return upload(rows.astype(np.int64), self.pool.keys.device)
 
     def _handover(self, iteration: Iteration) -> Handover | None:
         moves = [
@@ -210,7 +211,7 @@ class Ledger:
 
     def _set_last(self, rows: np.ndarray, tokens: torch.Tensor) -> None:
         if len(rows):
-            self._last[torch.from_numpy(rows).to(tokens.device)] = tokens
+            self._last[upload(rows, tokens.device)] = tokens
 
     def _pass_first_tokens(self, iteration: Iteration, work: Work, tokens: torch.Tensor) -> None:
         """First tokens go from the group that sampled them to the group that decodes on."""

@@ -17,6 +17,7 @@ from executor.message import Iteration, RankConfig, Report
 from executor.model import EagerLinear, Linear, Reduce, Transformer
 from executor.place import Place
 from executor.sampling import sample
+from executor.upload import upload
 from executor.weights import load_weights
 from executor.work import Work
 
@@ -115,7 +116,7 @@ class Rank:
         return parts[:, : self.config.model.vocab_size]
 
     def _sample(self, work: Work, logits: torch.Tensor) -> torch.Tensor:
-        ends = torch.tensor([chunk.end for chunk in work.finished], dtype=torch.int64, device=self.device)
+        ends = upload([chunk.end for chunk in work.finished], self.device, torch.int64)
         if work.decode is not None:
             ends = torch.cat((ends, work.decode.positions + 1))
         settings = [self.ledger.entries[request].sampling for request in work.sampled]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from executor.config import Sampling
+from executor.upload import upload
 
 
 def sample(
@@ -19,12 +21,12 @@ def sample(
     if not drawn:
         return tokens
     device = logits.device
-    rows = torch.tensor(drawn, device=device)
+    rows = upload(drawn, device)
     picked = [settings[row] for row in drawn]
-    heat = torch.tensor([setting.temperature for setting in picked], device=device)[:, None]
+    heat = upload([setting.temperature for setting in picked], device, torch.float32)[:, None]
     scores = _restrict(logits[rows].float() / heat, picked)
-    keys = torch.tensor([[settings[row].seed, requests[row]] for row in drawn], device=device)
-    noise = _gumbel(keys, positions.to(device)[rows], logits.shape[-1])
+    keys = upload(np.array([[settings[row].seed, requests[row]] for row in drawn], dtype=np.int64), device)
+    noise = _gumbel(keys, positions[rows], logits.shape[-1])
     tokens[rows] = (scores + noise).argmax(dim=-1)
     return tokens
 
@@ -33,8 +35,8 @@ def _restrict(scores: torch.Tensor, settings: list[Sampling]) -> torch.Tensor:
     if all(setting.top_k == 0 and setting.top_p == 1.0 for setting in settings):
         return scores
     vocabulary = scores.shape[-1]
-    top_k = torch.tensor([setting.top_k or vocabulary for setting in settings], device=scores.device)[:, None]
-    top_p = torch.tensor([setting.top_p for setting in settings], device=scores.device)[:, None]
+    top_k = upload([setting.top_k or vocabulary for setting in settings], scores.device)[:, None]
+    top_p = upload([setting.top_p for setting in settings], scores.device, torch.float32)[:, None]
     ordered, order = scores.sort(dim=-1, descending=True)
     mass = ordered.softmax(dim=-1).cumsum(dim=-1)
     before = mass - ordered.softmax(dim=-1)

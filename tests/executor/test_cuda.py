@@ -28,7 +28,7 @@ from executor.config import Device, Layout, Sampling
 from executor.cuda import green_context
 from executor.cuda.graphs import GraphedLinear, counted
 from executor.cuda.streams import EventClock, StreamApi, StreamFork, make_clock_and_fork, partition_fork
-from executor.exchange import Exchange
+from executor.exchange import Exchange, shard_order
 from executor.fork import Fork, ThreadFork
 from executor.kernels import choose, page_tokens
 from executor.kernels.base import DecodeBatch, PrefillBatch
@@ -44,6 +44,8 @@ from executor.message import Chunk, Iteration, NewRequest
 from executor.model import EagerLinear, Transformer
 from executor.place import Place
 from executor.runtime import Runtime
+from executor.sampling import sample
+from executor.upload import upload
 from executor.weights import load_weights
 from executor.work import DecodeRows, Work
 
@@ -155,9 +157,10 @@ def test_decode_buckets_bound_the_padding() -> None:
 @pytest.mark.parametrize("name", ["flash2", "flash3", "varlen", "sdpa"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_forward_on_a_fake_gpu(name: str, family: str) -> None:
-    """A mixed iteration from plan to logits: all tensors stay on the GPU, in bfloat16, with the right shapes."""
+    """A mixed iteration from plan to tokens: tensors stay on the GPU, in bfloat16, and nothing waits for it."""
     model = tiny(family)
-    with fake_cuda() as device:
+    blocking: list[str] = []
+    with fake_cuda(blocking) as device:
         place = Place.of(0, Layout("xp"), model)
         groups = Groups()
         weights = load_weights(model, place, torch.bfloat16, device)
@@ -168,7 +171,9 @@ def test_forward_on_a_fake_gpu(name: str, family: str) -> None:
         linear = EagerLinear(transformer)
         parts = Parts(place, groups, pool, kernels, StageClock(), Fork(), Exchange(place, groups), linear, linear, 3)
         runner = XpRunner(parts)
-        new = (NewRequest(0, np.arange(20), Sampling()), NewRequest(1, np.arange(30), Sampling()))
+        drawn = Sampling(0.8, top_k=5, top_p=0.9)
+        new = (NewRequest(0, np.arange(20), drawn), NewRequest(1, np.arange(30), Sampling()))
+        blocking.clear()
         first = Iteration(0, (Chunk(0, 0, (20,), True, 0),), ((),), (), new)
         work = ledger.prepare(first)
         hidden = runner.forward(work)
@@ -180,6 +185,27 @@ def test_forward_on_a_fake_gpu(name: str, family: str) -> None:
         assert (logits.shape, logits.device) == ((1, 131), device)
         assert work.decode is not None
         assert (work.prefill_rows, len(work.decode.ids)) == (7, 1)
+        tokens = sample(logits, [drawn], work.sampled, upload([31], device, torch.int64))
+        ledger.settle(mixed, work, tokens)
+        assert blocking == []
+        torch.tensor([1, 2], device=device), torch.zeros(3).to(device), logits[[0]], tokens.cpu()
+        assert blocking == ["tensor", "to", "__getitem__", "cpu"]  # what waits is noticed; values cannot be read at all
+
+
+def test_exchange_of_replicated_heads_waits_for_nothing() -> None:
+    """Heads that several groups compute are picked by an index that is on the GPU already, in every layer."""
+    blocking: list[str] = []
+    with fake_cuda(blocking) as device:
+        place = Place.of(0, Layout("xp", 4, 1), tiny("llama", 8, 2))
+        exchange = Exchange(place, Groups())
+        qkv = torch.empty(3, 8 + 2 * 2, 16, device=device)
+        blocking.clear()
+        shards = shard_order([(2, 1, 3, 0), (1, 2, 0, 3)], device)
+        for _ in range(2):
+            spread = exchange.to_heads(qkv, shards)
+            assert (spread.shape, spread.device) == ((12, 2 + 2, 16), device)
+            assert exchange.to_rows(spread[:, :2], shards).shape == (3, 8 * 16)
+    assert blocking == []
 
 
 @pytest.mark.parametrize(("page", "good"), [(16, False), (128, False), (256, True), (512, True), (None, True)])
@@ -352,7 +378,7 @@ class TimedEvent:
         self.at = TimedEvent.now_ms
 
     def synchronize(self) -> None:
-        return None
+        time.sleep(0.02)
 
     def elapsed_time(self, other: TimedEvent) -> float:
         return other.at - self.at
@@ -367,6 +393,7 @@ def test_event_clock_accounts_by_stage() -> None:
     TimedEvent.now_ms += 2.0
     spent = clock.stop()
     assert spent.duration_s == pytest.approx(0.012)
+    assert spent.launch_s < 0.02  # waiting for the device is no launching
     assert spent.stages["linear"] == pytest.approx(0.005)
     assert spent.busy_share == pytest.approx((5 + 3) / 12)
 
