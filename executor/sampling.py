@@ -47,15 +47,15 @@ def _restrict(scores: torch.Tensor, settings: list[Sampling]) -> torch.Tensor:
 
 
 def _gumbel(keys: torch.Tensor, positions: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    state = _mix(keys[:, 0] + 0x1234567)
-    state = _mix(state ^ keys[:, 1])
-    state = _mix(state ^ positions.to(torch.int64))
-    bits = _mix(state[:, None] ^ torch.arange(vocabulary, device=keys.device)[None])
+    state = mix(keys[:, 0] + 0x1234567)
+    state = mix(state ^ keys[:, 1])
+    state = mix(state ^ positions.to(torch.int64))
+    bits = mix(state[:, None] ^ torch.arange(vocabulary, device=keys.device)[None])
     uniform = ((bits & 0xFFFFFFFF).to(torch.float64) + 0.5) / 2**32
     return -torch.log(-torch.log(uniform)).float()
 
 
-def _mix(x: torch.Tensor) -> torch.Tensor:
+def mix(x: torch.Tensor) -> torch.Tensor:
     """The finaliser of splitmix64 on int64 with wrap-around: the same bits on every device."""
     x = x + -7046029254386353131  # 0x9E3779B97F4A7C15
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687  # 0xBF58476D1CE4E5B9

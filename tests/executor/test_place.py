@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from confsim.errors import InputError
 from confsim.parallel import split_heads
 from confsim.specs import KvConfig
+from executor import weights
 from executor.collectives import Groups, Meeting, ThreadGroup, memberships, thread_groups, thread_meetings
 from executor.config import Device, Layout, Sampling
 from executor.exchange import Exchange, shard_order
@@ -185,6 +186,27 @@ def test_stores_grow_with_their_requests() -> None:
     store.reserve(0, 16 * 40)
     assert len(set(store.rows.values())) == 40
     assert len(set(store.block_table(np.array([store.rows[0]]), 640)[0])) == 40
+
+
+def test_random_weights_are_drawn_alike_everywhere() -> None:
+    """Nearly normal, the same for every share of a model and in pieces of any size, another stream per tensor."""
+    model = tiny("qwen3", 8, 4)
+    whole = weights.load_weights(model, Place.of(0, Layout("tp"), model), torch.float32, torch.device("cpu"))
+    parts = [
+        weights.load_weights(model, Place.of(rank, Layout("tp", 1, 2), model), torch.float32, torch.device("cpu"))
+        for rank in range(2)
+    ]
+    for layer, (left, right) in enumerate(zip(parts[0].layers, parts[1].layers, strict=True)):
+        torch.testing.assert_close(torch.cat((left.down, right.down), 1), whole.layers[layer].down, rtol=0, atol=0)
+    assert not torch.equal(whole.layers[0].down, whole.layers[1].down)
+    drawn = weights._draw((300, 400), 5, 0.5, torch.float32, torch.device("cpu"))
+    assert abs(float(drawn.mean())) < 0.01
+    assert float(drawn.std()) == pytest.approx(0.5, rel=0.01)
+    assert float((drawn.abs() < 0.5).float().mean()) == pytest.approx(0.683, abs=0.03)  # evenly spread values: 0.577
+    assert torch.equal(drawn.bfloat16(), weights._draw((300, 400), 5, 0.5, torch.bfloat16, torch.device("cpu")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "DRAWN_AT_ONCE", 777)
+        assert torch.equal(drawn, weights._draw((300, 400), 5, 0.5, torch.float32, torch.device("cpu")))
 
 
 def python_calls(context: int, chunk: int) -> int:
