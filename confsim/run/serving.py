@@ -186,7 +186,7 @@ class Serving:
         groups = range(len(pools))
         units = kv.units_per_block
         for ahead in range(1, len(run.ends_s)):
-            needs = [loop.growth(group, ahead) for group in groups]
+            needs = loop.needs(ahead)
             if not any(needs):
                 continue
             room = [pool.free if crowded else pool.available for pool in pools]  # evicted blocks cannot come back
