@@ -59,7 +59,18 @@ def _wishes_for(name: str, wishes: dict[Any, Any]) -> dict[Any, Any]:
     return wishes
 
 
+def check_slo(cfg: DictConfig) -> None:
+    """A search needs an SLO.
+
+    Raises:
+        InputError: for `slo=none`.
+    """
+    if "ttft_s" not in cfg.slo:
+        raise InputError("slo=none: a goodput is the rate at which an SLO is kept; set one, or use confsim simulate")
+
+
 def _check_load(cfg: DictConfig) -> None:
+    check_slo(cfg)
     if cfg.rate is not None:
         raise InputError(f"rate={cfg.rate}: goodput searches the rate; drop it, or use confsim simulate")
     if "closed_loop" in str(cfg.arrivals.get("_target_", "")).lower() or cfg.arrivals.get("concurrency") is not None:

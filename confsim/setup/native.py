@@ -54,6 +54,7 @@ MODULES = (
     "schemes.elastic.slots",
     "schemes.elastic.state",
     "schemes.fill",
+    "schemes.inbox",
     "schemes.mux_cost",
     "schemes.mux_loops",
     "schemes.mux_prefill",
