@@ -104,6 +104,7 @@ class PromptCopies:
         own = max(0, -(-tokens // self.block_tokens) - shared - kept)
         self._hold(request, hits)
         if not self.take_all(own):
+            self._add(held=-kept)
             self._leave(request, shared, kept)
             self._unhold(request, hits)
             return False
