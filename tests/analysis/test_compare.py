@@ -16,6 +16,8 @@ from confsim.errors import InputError
 from confsim.setup.configuration import compose
 
 SMALL = [
+    "schemes=[conflux,chunked_prefill]",
+    "best_options=null",
     "trace=fixed",
     "trace.requests=300",
     "trace.prompt_tokens=4096",
