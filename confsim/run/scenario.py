@@ -34,8 +34,9 @@ PARTS = ("linear", "prefill_attention", "decode_attention", "communication", "he
 class Scenario:
     """The decode load, by GPU (one number stands for every GPU), and how many prompts are outstanding at a time.
 
-    A decode emits `decode_tokens` tokens and is replaced at once, where it ran or where the scheme places it. Its context, averaged over its life,
-    is `decode_context` tokens; the decodes of a GPU are at evenly spaced points of their lives.
+    A decode emits `decode_tokens` tokens and is replaced at once, where it ran or where the scheme places it. Its
+    context, averaged over its life, is `decode_context` tokens; the decodes of a GPU are at evenly spaced points of
+    their lives. The next prompt is sent when one of the `concurrency` outstanding ones has ended.
     """
 
     decodes_per_gpu: int | Sequence[int] = 24
@@ -107,9 +108,11 @@ def run(cfg: DictConfig) -> ScenarioResult:
         if not _whole(cfg[key], 1):
             raise InputError(f"{key}={cfg[key]}: use a whole number, 1 or more")
     if cfg.rate is not None or cfg.horizon_s is not None:
-        raise InputError("rate and horizon_s mean nothing in a scenario: a prefill comes when an earlier one has ended")
+        raise InputError("rate and horizon_s mean nothing in a scenario: the next prefill comes when one has ended")
     if not str(cfg.trace.get("_target_")).endswith("FixedTrace") or cfg.arrivals.get("concurrency") != cfg.concurrency:
-        raise InputError("trace and arrivals of a scenario are fixed: set prefill_tokens, prefills and concurrency instead")
+        raise InputError(
+            "trace and arrivals of a scenario are fixed: set prefill_tokens, prefills and concurrency instead"
+        )
     counts = cfg.decodes_per_gpu
     decodes = list(counts) if isinstance(counts, Sequence) and not isinstance(counts, str) else counts
     return run_scenario(build(cfg), Scenario(decodes, cfg.decode_context, cfg.decode_tokens, cfg.concurrency))

@@ -70,7 +70,9 @@ class LoongServe:
         require_model_backend(setup, self.name)
         report = self.kv_report(setup)
         cost = RingCost.of(setup, report.gpus_per_group, report.groups, self.ring_overlap)
-        options = ElasticOptions(self._limits(setup, report), self.max_wait_tokens, self.compute_bound_batch, self._splits())
+        options = ElasticOptions(
+            self._limits(setup, report), self.max_wait_tokens, self.compute_bound_batch, self._splits()
+        )
         return ElasticInstance(setup, self.name, cost, report.groups, report.capacity_tokens, options)
 
     def batched_tokens(self, setup: Setup) -> int:
