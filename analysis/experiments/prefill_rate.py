@@ -24,8 +24,9 @@ PREFILLS = 16
 OUTSTANDING = 8
 STARVED = (
     "LoongServe starts a prompt only on instances that decode KV can be compacted away from, or where stopping all "
-    "decodes pays. Where activations of long prompts leave fewer slots, these decodes do not fit on three instances; each "
-    "is replaced when it ends, outputs are too short for a stop to pay, and the rule has no ageing; in service a prompt would wait until a few decodes have ended "
+    "decodes pays. Where activations of long prompts leave fewer slots, these decodes do not fit on three instances. "
+    "Each is replaced when it ends, outputs are too short for a stop to pay, and the rule has no ageing; in service a "
+    "prompt would wait until a few decodes have ended "
     "([its page](schemes/loongserve.md))."
 )
 
@@ -53,8 +54,8 @@ def section(settings: Settings, results: Results) -> Section:
     page = Section("1. Prefills beside decodes")
     page.text(
         f"Qwen3-14B on 4 H100. {DECODES} decodes of 8K context run on each GPU ({4 * DECODES} in all, each replaced "
-        f"when it ends); {PREFILLS} prompts of one length, {OUTSTANDING} outstanding at a time. Prefills per second; `*` marks a "
-        "decode that had to wait longer than the TBT, a dash a scheme that cannot serve this load."
+        f"when it ends); {PREFILLS} prompts of one length, {OUTSTANDING} outstanding at a time. Prefills per second; "
+        "`*` marks a decode that had to wait longer than the TBT, a dash a scheme that cannot serve this load."
     )
     for tbt_s in TBTS_S:
         rows = {name: [results[_key(name, tbt_s, prompt)] for prompt in PROMPTS] for name in registered(PLAIN)}
