@@ -48,14 +48,15 @@ def test_one_prefill_beside_decodes_by_hand() -> None:
 
 
 def test_chunked_prefill_by_hand() -> None:
+    """The second and third prompt come when an iteration of the decodes has been planned already."""
     summary = scenario(*ONE, "decodes_per_gpu=2", "prefills=3", "scheme=chunked_prefill").summary
-    linear = 0.010 + 40e-6 * (400 + 8)
     prefill = 0.0005 + 1.5e-9 * 400 * 200 / 4
     decode = 0.0005 + 60e-9 * 8 * 1000
-    head = 0.0005 + 2e-6 * 9
-    assert summary["prefill_s"] == pytest.approx([linear + prefill + decode + head] * 3)
-    assert summary["iterations"] == 3
-    assert summary["tokens_per_group"] == [408.0]
+    with_prompt = 0.010 + 40e-6 * (400 + 8) + prefill + decode + 0.0005 + 2e-6 * 9
+    between = 0.010 + 40e-6 * 8 + decode + 0.0005 + 2e-6 * 8
+    assert summary["prefill_s"] == pytest.approx([with_prompt, between + with_prompt, between + with_prompt])
+    assert summary["iterations"] == 5
+    assert summary["tokens_per_group"] == [pytest.approx((3 * 408 + 2 * 8) / 5)]
 
 
 def test_prompts_outstanding_by_hand() -> None:
