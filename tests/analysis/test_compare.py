@@ -16,8 +16,6 @@ from confsim.errors import InputError
 from confsim.setup.configuration import compose
 
 SMALL = [
-    "schemes=[conflux,chunked_prefill]",
-    "best_options=null",
     "trace=fixed",
     "trace.requests=300",
     "trace.prompt_tokens=4096",
@@ -26,6 +24,8 @@ SMALL = [
     "goodput.tolerance=0.1",
     "goodput.zero_load_requests=8",
     "cache=false",  # every search makes its own probes
+    "schemes=[conflux,chunked_prefill]",
+    "best_options=null",
 ]
 
 
