@@ -1,4 +1,4 @@
-# make goodput  the main job on a synthetic trace: goodput of two schemes, a table and an HTML report
+# make goodput  the main job on a synthetic trace: goodput of four schemes, a table and an HTML report
 # make experiments       the controlled experiments: docs/experiments.md and its figures (may be interrupted)
 # make experiments-full  the same on whole traces, under every condition, without a time limit
 # make test     the whole test suite         (ARGS="tests/analysis -k report" for a part of it)

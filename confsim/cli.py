@@ -134,7 +134,7 @@ SUBCOMMANDS = (
     ),
     Subcommand(
         "compile",
-        "compile the event loop, for two to three times the speed (needs a C compiler)",
+        "compile the event loop, for about twice the speed (needs a C compiler)",
         "confsim compile",
         "confsim.setup.compiling:command",
         folder=False,

@@ -125,7 +125,7 @@ class ClusterSpec:
 
 @dataclass(frozen=True)
 class KvConfig:
-    """`capacity_tokens` is a group's (None: from memory); `admission` is `prompt` or `step`."""
+    """`capacity_tokens` is a group's (None: from memory); `admission` is `prompt`, `step` or `prompt_output`."""
 
     block_tokens: int = 16
     capacity_tokens: int | None = None
@@ -140,5 +140,5 @@ class KvConfig:
             raise InputError(f"kv.capacity_tokens={self.capacity_tokens}: use at least one block, {self.block_tokens}")
         if not 0 < self.utilisation <= 1:
             raise InputError(f"kv.utilisation={self.utilisation}: use a share above 0 and up to 1")
-        if self.admission not in ("prompt", "step"):
-            raise InputError(f"kv.admission={self.admission}: use prompt or step")
+        if self.admission not in ("prompt", "step", "prompt_output"):
+            raise InputError(f"kv.admission={self.admission}: use prompt, step or prompt_output")

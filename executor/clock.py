@@ -47,7 +47,7 @@ class StageClock:
     def stop(self) -> Spent:
         """Wait for the work that was launched, and account for it.
 
-        Launching is what no stage accounts for: the interpreter between the calls.
+        Call it right after the last launch. Launching is what no stage accounts for: the interpreter between the calls.
         """
         duration = time.perf_counter() - self._start
         spent = dict.fromkeys(STAGES, 0.0)

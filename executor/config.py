@@ -156,6 +156,7 @@ class Device:
     one_kernel: bool = False
     attention: str = "auto"  # auto, sdpa, flash, varlen
     page_tokens: int | None = None  # None: the smallest that the attention kernels take
+    max_sequences: int = 256  # that hold KV of a group at once, where a page is longer than a block
     decode_sms: int = 32  # of a partition
     num_splits: int = 0  # of decode attention; 0: the kernel's choice
     graphs: bool = True  # linear segments as CUDA graphs

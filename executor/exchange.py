@@ -10,6 +10,7 @@ import torch
 
 from executor.collectives import Groups
 from executor.place import Place
+from executor.upload import upload
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def shard_order(pieces: list[tuple[int, ...]], device: torch.device) -> Shards:
     sizes, starts = table.reshape(-1), start.reshape(-1)
     ends = np.cumsum(sizes)
     order = np.repeat(starts - (ends - sizes), sizes) + np.arange(int(ends[-1]))
-    return Shards(rows, torch.from_numpy(order).to(device))
+    return Shards(rows, upload(order, device))
 
 
 class Exchange:
@@ -54,8 +55,8 @@ class Exchange:
         self.place = place
         self.groups = groups
         slots = [slot for group in place.kv_slots for slot in group]
-        self._replicated = slots != list(range(place.local.kv_heads))
-        self._slots = slots
+        self._slots = None if slots == list(range(place.local.kv_heads)) else np.array(slots)
+        self._replicas: torch.Tensor | None = None  # `_slots` where the tensors are, made once
 
     def to_heads(self, qkv: torch.Tensor, shards: Shards) -> torch.Tensor:
         """`qkv [rows here, q + 2 kv, d]` of the TP share to `[all rows, shared q + 2 shared kv, d]`."""
@@ -67,12 +68,18 @@ class Exchange:
         data[:, :, :q_part] = qkv[:, :q].view(own, count, q_part, dim).transpose(0, 1)
         for at, first in ((q_part, q), (q_part + kv_part, q + kv)):
             heads = qkv[:, first : first + kv]
-            spread = heads[:, self._slots] if self._replicated else heads
+            spread = heads if self._slots is None else heads.index_select(1, self._index(qkv.device))
             data[:, :, at : at + kv_part] = spread.reshape(own, count, kv_part, dim).transpose(0, 1)
         out = qkv.new_empty(shards.total, q_part + 2 * kv_part, dim)
         self.groups.count("qkv_exchange", data)
         self.groups.exchange.all_to_all(out, data.flatten(0, 1), list(shards.rows), [own] * count)
         return out if shards.order is None else out[shards.order]
+
+    def _index(self, device: torch.device) -> torch.Tensor:
+        if self._replicas is None:
+            assert self._slots is not None
+            self._replicas = upload(self._slots, device)
+        return self._replicas
 
     def to_rows(self, attention: torch.Tensor, shards: Shards) -> torch.Tensor:
         """`attention [all rows, shared q, d]` to `[rows here, q * d]` of the TP share."""

@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-Path = Callable[[], None]
+Sms = int | None  # SMs that a path has to itself; None: no part of the device is set aside for it
+Path = Callable[[Sms], None]
 
 
 class Fork:
@@ -24,8 +25,8 @@ class Fork:
 
     def run(self, prefill: Path, decode: Path) -> None:
         """Run both to their end (on CUDA: enqueue both and their join)."""
-        prefill()
-        decode()
+        prefill(None)
+        decode(None)
 
     def close(self) -> None:
         """Release threads and streams."""
@@ -44,7 +45,7 @@ class ThreadFork(Fork):
         """Both at once; an error of either is raised here."""
         other = self._pool.submit(_inference, decode)
         try:
-            prefill()
+            prefill(None)
         finally:
             failure = other.exception()
         if failure is not None:
@@ -57,4 +58,4 @@ class ThreadFork(Fork):
 
 def _inference(path: Path) -> None:
     with torch.inference_mode():
-        path()
+        path(None)

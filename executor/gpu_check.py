@@ -25,10 +25,10 @@ from confsim.specs import KvConfig
 from executor.check import QWEN3, run_checks, summarise
 from executor.collectives import Groups
 from executor.config import Device, ExecutorConfig, Layout, ModelConfig, Rope
-from executor.fork import Fork, ThreadFork
+from executor.fork import Fork, Sms, ThreadFork
 from executor.kernels import choose, page_tokens
 from executor.kernels.base import AttentionKernels, DecodeBatch, PrefillBatch
-from executor.kv import UnitPool
+from executor.kv import PagePool, UnitPool
 from executor.model import EagerLinear, Linear, Transformer
 from executor.place import Place
 from executor.probe import Probe
@@ -126,8 +126,8 @@ class AttentionPair:
         spread = max(1, kv // sizes.sp)
         pages = -(-sizes.context // page) * sizes.decodes
         prompt = sizes.prefix + sizes.chunk
-        self.decode_pool = UnitPool(pages, page, page, (1, kv, dim), dtype, device)
-        self.prefill_pool = UnitPool(-(-prompt // page), page, page, (1, spread, dim), dtype, device)
+        self.decode_pool = UnitPool(PagePool(pages, page, page), (1, kv, dim), dtype, device)
+        self.prefill_pool = UnitPool(PagePool(-(-prompt // page), page, page), (1, spread, dim), dtype, device)
         table = torch.arange(pages, dtype=torch.int32, device=device).view(sizes.decodes, -1)
         self.decodes = DecodeBatch(np.full(sizes.decodes, sizes.context), table, page)
         chunk_table = torch.arange(-(-prompt // page), dtype=torch.int32, device=device)[None]
@@ -137,15 +137,15 @@ class AttentionPair:
         self.decode_bytes = 2 * sizes.decodes * sizes.context * kv * dim * self.decode_q.element_size()
         self.chunk_flops = 4 * dim * (q // sizes.sp) * sizes.chunk * (sizes.prefix + sizes.chunk / 2)
 
-    def decode(self) -> None:
+    def decode(self, sms: Sms = None) -> None:
         """Decode attention of a layer."""
         pool = self.decode_pool
-        self.kernels.decode(self.decode_q, pool.keys[0], pool.values[0], self.decodes)
+        self.kernels.decode(self.decode_q, pool.keys[0], pool.values[0], self.decodes, sms)
 
-    def prefill(self) -> None:
+    def prefill(self, sms: Sms = None) -> None:
         """Prefill attention of a layer, this rank's share of the heads."""
         pool = self.prefill_pool
-        self.kernels.prefill(self.chunk_q, pool.keys[0], pool.values[0], self.chunk)
+        self.kernels.prefill(self.chunk_q, pool.keys[0], pool.values[0], self.chunk, sms)
 
 
 def measure_equivalence(settings: Device) -> dict[str, Any]:
@@ -261,7 +261,7 @@ def _forks(settings: Device, sizes: Sizes) -> list[tuple[dict[str, Any], Fork | 
     if settings.kind == "cpu":
         return [({"fork": "turn"}, Fork()), ({"fork": "threads"}, ThreadFork())]
     from executor.cuda.green_context import PartitionError, partition
-    from executor.cuda.streams import StreamFork, cuda_api
+    from executor.cuda.streams import StreamFork, cuda_api, partition_fork
 
     api = cuda_api()
     plain = StreamFork(torch.cuda.Stream(), torch.cuda.Stream(), api, "streams", {})
@@ -273,7 +273,7 @@ def _forks(settings: Device, sizes: Sizes) -> list[tuple[dict[str, Any], Fork | 
         except PartitionError as error:
             forks.append((said, str(error)))
             continue
-        fork = StreamFork(found.prefill_stream, found.decode_stream, api, "partition", found.facts)
+        fork = partition_fork(found, api)
         forks.append(({**said, **found.facts}, fork))
     return forks
 
@@ -282,7 +282,7 @@ def _overlap_row(bench: Bench, pair: AttentionPair, said: dict[str, Any], fork: 
     if isinstance(fork, str):
         return {**said, "unavailable": fork}
 
-    def nothing() -> None:
+    def nothing(sms: Sms) -> None:
         return None
 
     with torch.inference_mode():

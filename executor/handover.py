@@ -10,6 +10,7 @@ import torch
 from executor.collectives import Groups, Wait
 from executor.kv import PagedStore, UnitPool
 from executor.place import Place
+from executor.upload import upload
 
 
 @dataclass(frozen=True)
@@ -94,4 +95,4 @@ def _slots(store: PagedStore, moves: list[Move], device: torch.device) -> torch.
         store.slots(np.full(move.tokens, store.rows[move.request]), np.arange(move.tokens, dtype=np.int64))
         for move in moves
     ]
-    return torch.from_numpy(np.concatenate(found)).to(device)
+    return upload(np.concatenate(found), device)

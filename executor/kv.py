@@ -16,28 +16,17 @@ class KvExhausted(RuntimeError):
     """A plan asks for more KV than the pool holds."""
 
 
-class UnitPool:
-    """Pages of keys and values over all layers, each `[layers, pages, page_tokens, heads, head_dim]`."""
+class PagePool:
+    """The pages of one group's ranks, counted in units; `pages` None: as many as `units` of one block each."""
 
-    def __init__(
-        self,
-        units: int,
-        page_tokens: int,
-        block_tokens: int,
-        shape: tuple[int, int, int],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        layers, heads, head_dim = shape
+    def __init__(self, units: int, page_tokens: int, block_tokens: int, pages: int | None = None) -> None:
         self.page_tokens = page_tokens
         self.block_tokens = block_tokens
         self.units = units
+        self.pages = units if pages is None else pages
         self.held = 0  # units held, in blocks of `block_tokens`
-        pages = units if page_tokens == block_tokens else _pages_with_slack(units, page_tokens, block_tokens)
-        self.keys = torch.zeros(layers, pages, page_tokens, heads, head_dim, dtype=dtype, device=device)
-        self.values = torch.zeros_like(self.keys)
-        self._free = np.arange(pages - 1, -1, -1, dtype=np.int32)
-        self._top = pages
+        self._free = np.arange(self.pages - 1, -1, -1, dtype=np.int32)
+        self._top = self.pages
 
     def take(self, pages: int, units: int, who: int) -> np.ndarray:
         """`pages` free pages, counted as `units`, for request `who`.
@@ -45,10 +34,15 @@ class UnitPool:
         Raises:
             KvExhausted: if the pool has fewer.
         """
-        if self.held + units > self.units or pages > self._top:
+        if self.held + units > self.units:
             raise KvExhausted(
                 f"KV pool is full: request {who} needs {units} more units, "
                 f"{self.units - self.held} of {self.units} are free"
+            )
+        if pages > self._top:
+            raise KvExhausted(
+                f"pages of {self.page_tokens} tokens are used up: request {who} needs {pages} more, {self._top} of "
+                f"{self.pages} are free; raise executor.device.max_sequences"
             )
         self.held += units
         self._top -= pages
@@ -60,14 +54,28 @@ class UnitPool:
         self._top += len(pages)
         self.held -= units
 
+
+class UnitPool(PagePool):
+    """The memory of a rank's pages over all layers, keys and values `[layers, pages, page_tokens, heads, head_dim]`."""
+
+    def __init__(self, pages: PagePool, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(pages.units, pages.page_tokens, pages.block_tokens, pages.pages)
+        layers, heads, head_dim = shape
+        self.keys = torch.zeros(layers, self.pages, self.page_tokens, heads, head_dim, dtype=dtype, device=device)
+        self.values = torch.zeros_like(self.keys)
+
     def flat(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer by token slot, `[pages * page_tokens, heads, head_dim]`."""
         return self.keys[layer].flatten(0, 1), self.values[layer].flatten(0, 1)
 
 
-def _pages_with_slack(units: int, page_tokens: int, block_tokens: int) -> int:
-    # Pages longer than a block leave a partly used page a sequence; room for 256 of them.
-    return -(-units * block_tokens // page_tokens) + 256
+def page_pool(units: int, page_tokens: int, block_tokens: int, page_lists: int) -> PagePool:
+    """Pages for `units` blocks, whatever they are shared out to: a page longer than a block may be partly used.
+
+    `page_lists` is how many lists of pages there may be at once; each leaves less than a page unused.
+    """
+    pages = -(-units * block_tokens // page_tokens) + page_lists
+    return PagePool(units, page_tokens, block_tokens, min(units, pages))
 
 
 class PagedStore:
@@ -139,6 +147,52 @@ class PagedStore:
             self.blocks = np.pad(self.blocks, (0, rows))
             self._spare = list(range(2 * rows - 1, rows - 1, -1))
         return self._spare.pop()
+
+
+class GroupKv:
+    """KV of one group: copies of prompts (a page list each) and of decodes (`ways` lists each).
+
+    Where the two are not `apart`, a prompt's copy is what its decode reads. Every rank counts all groups, so that a
+    full pool stops all of them before anything is computed; only the pages of a rank's own group are memory.
+    """
+
+    def __init__(self, pool: PagePool, ways: int, apart: bool) -> None:
+        self.pool = pool
+        self.apart = apart
+        self.prompts = PagedStore(pool, 1)
+        self.decodes = PagedStore(pool, ways) if apart else self.prompts
+        self.lengths = np.zeros(16, dtype=np.int64)  # tokens of KV, by row of `decodes`
+        self._members: tuple[tuple[int, ...], np.ndarray] = ((), np.zeros(0, dtype=np.int64))
+
+    def is_current(self, members: tuple[int, ...]) -> bool:
+        """Whether these are the decodes whose rows were asked for last."""
+        return self._members[0] == members
+
+    def rows(self, members: tuple[int, ...]) -> np.ndarray:
+        """Rows of decodes, all of which have a copy here; those of the same members are looked up once."""
+        if self._members[0] != members:
+            self._members = members, np.array([self.decodes.rows[request] for request in members], dtype=np.int64)
+        return self._members[1]
+
+    def grow(self, members: tuple[int, ...]) -> None:
+        """Room for another token of each decode."""
+        rows = self.rows(members)
+        self.decodes.grow(members, rows, self.lengths[rows] + 1)
+
+    def fill(self, request: int, tokens: int) -> int:
+        """A decode copy holds its prompt of so many tokens; its row."""
+        row = self.decodes.rows[request]
+        while row >= len(self.lengths):
+            self.lengths = np.pad(self.lengths, (0, len(self.lengths)))
+        self.lengths[row] = tokens
+        return row
+
+    def drop(self, request: int) -> None:
+        """Free what a request holds; harmless if it holds nothing."""
+        for store in (self.prompts, self.decodes):
+            if request in store:
+                store.release(request)
+        self._members = ((), self._members[1][:0])
 
 
 def pool_units(kv: KvConfig, shards_per_block: int) -> int:

@@ -6,16 +6,18 @@ import torch
 
 from executor.clock import Spent, StageClock
 from executor.collectives import Group, Groups
+from executor.config import Device, Layout
 from executor.exchange import Exchange
 from executor.fork import Fork, ThreadFork
 from executor.kernels import choose, page_tokens
-from executor.kv import UnitPool, pool_units
+from executor.kv import UnitPool, page_pool, pool_units
 from executor.layouts.base import Parts
 from executor.ledger import Ledger
 from executor.message import Iteration, RankConfig, Report
 from executor.model import EagerLinear, Linear, Reduce, Transformer
 from executor.place import Place
 from executor.sampling import sample
+from executor.upload import upload
 from executor.weights import load_weights
 from executor.work import Work
 
@@ -81,6 +83,7 @@ class Rank:
             "attention": self.kernels.name,
             "attention_version": self.kernels.version,
             "overlap": self.fork.name,
+            "no_graphs": no_graphs(self.config.device, self.config.layout) or None,
             **self.fork.facts,
             "page_tokens": self.pool.page_tokens,
             "kv_units": self.pool.units,
@@ -113,7 +116,7 @@ class Rank:
         return parts[:, : self.config.model.vocab_size]
 
     def _sample(self, work: Work, logits: torch.Tensor) -> torch.Tensor:
-        ends = torch.tensor([chunk.end for chunk in work.finished], dtype=torch.int64, device=self.device)
+        ends = upload([chunk.end for chunk in work.finished], self.device, torch.int64)
         if work.decode is not None:
             ends = torch.cat((ends, work.decode.positions + 1))
         settings = [self.ledger.entries[request].sampling for request in work.sampled]
@@ -132,14 +135,12 @@ class Rank:
     def _make_pool(self) -> UnitPool:
         config = self.config
         heads = self.place.shared.kv_heads if config.layout.groups > 1 else self.place.local.kv_heads
-        return UnitPool(
-            pool_units(config.kv, config.layout.shards_per_block(config.model)),
-            page_tokens(config.device, config.kv.block_tokens),
-            config.kv.block_tokens,
-            (config.model.num_hidden_layers, heads, config.model.head_dim),
-            self.dtype,
-            self.device,
-        )
+        shards = config.layout.shards_per_block(config.model)
+        page_lists = config.device.max_sequences * (1 + shards if config.layout.migrates else 1)
+        page = page_tokens(config.device, config.kv.block_tokens)
+        pages = page_pool(pool_units(config.kv, shards), page, config.kv.block_tokens, page_lists)
+        shape = (config.model.num_hidden_layers, heads, config.model.head_dim)
+        return UnitPool(pages, shape, self.dtype, self.device)
 
     def _clock_and_fork(self) -> tuple[StageClock, Fork]:
         settings = self.config.device
@@ -151,7 +152,7 @@ class Rank:
 
     def _linear(self, model: Transformer) -> Linear:
         settings = self.config.device
-        if settings.kind == "cuda" and settings.graphs:
+        if not no_graphs(settings, self.config.layout):
             from executor.cuda.graphs import graphed_linear
 
             return graphed_linear(model, settings.graph_tokens, self.device, self.groups.counts)
@@ -176,3 +177,14 @@ class Rank:
     def _is_overlap_valid(self, spent: Spent) -> bool:
         """Two streams only overlap if the host launches faster than the device works."""
         return self.device.type != "cuda" or spent.launch_s < LAUNCH_BOUND * spent.duration_s
+
+
+def no_graphs(device: Device, layout: Layout) -> str:
+    """Why linear segments are not CUDA graphs, or nothing where they are."""
+    if device.kind == "cpu":
+        return "on CPU"
+    if not device.graphs:
+        return "not asked for"
+    if device.launcher == "threads" and layout.tp > 1:
+        return "sums between threads wait on the host, which a graph cannot hold"
+    return ""

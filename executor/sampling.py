@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from executor.config import Sampling
+from executor.upload import upload
 
 
 def sample(
@@ -19,12 +21,12 @@ def sample(
     if not drawn:
         return tokens
     device = logits.device
-    rows = torch.tensor(drawn, device=device)
+    rows = upload(drawn, device)
     picked = [settings[row] for row in drawn]
-    heat = torch.tensor([setting.temperature for setting in picked], device=device)[:, None]
+    heat = upload([setting.temperature for setting in picked], device, torch.float32)[:, None]
     scores = _restrict(logits[rows].float() / heat, picked)
-    keys = torch.tensor([[settings[row].seed, requests[row]] for row in drawn], device=device)
-    noise = _gumbel(keys, positions.to(device)[rows], logits.shape[-1])
+    keys = upload(np.array([[settings[row].seed, requests[row]] for row in drawn], dtype=np.int64), device)
+    noise = _gumbel(keys, positions[rows], logits.shape[-1])
     tokens[rows] = (scores + noise).argmax(dim=-1)
     return tokens
 
@@ -33,8 +35,8 @@ def _restrict(scores: torch.Tensor, settings: list[Sampling]) -> torch.Tensor:
     if all(setting.top_k == 0 and setting.top_p == 1.0 for setting in settings):
         return scores
     vocabulary = scores.shape[-1]
-    top_k = torch.tensor([setting.top_k or vocabulary for setting in settings], device=scores.device)[:, None]
-    top_p = torch.tensor([setting.top_p for setting in settings], device=scores.device)[:, None]
+    top_k = upload([setting.top_k or vocabulary for setting in settings], scores.device)[:, None]
+    top_p = upload([setting.top_p for setting in settings], scores.device, torch.float32)[:, None]
     ordered, order = scores.sort(dim=-1, descending=True)
     mass = ordered.softmax(dim=-1).cumsum(dim=-1)
     before = mass - ordered.softmax(dim=-1)
@@ -45,15 +47,15 @@ def _restrict(scores: torch.Tensor, settings: list[Sampling]) -> torch.Tensor:
 
 
 def _gumbel(keys: torch.Tensor, positions: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    state = _mix(keys[:, 0] + 0x1234567)
-    state = _mix(state ^ keys[:, 1])
-    state = _mix(state ^ positions.to(torch.int64))
-    bits = _mix(state[:, None] ^ torch.arange(vocabulary, device=keys.device)[None])
+    state = mix(keys[:, 0] + 0x1234567)
+    state = mix(state ^ keys[:, 1])
+    state = mix(state ^ positions.to(torch.int64))
+    bits = mix(state[:, None] ^ torch.arange(vocabulary, device=keys.device)[None])
     uniform = ((bits & 0xFFFFFFFF).to(torch.float64) + 0.5) / 2**32
     return -torch.log(-torch.log(uniform)).float()
 
 
-def _mix(x: torch.Tensor) -> torch.Tensor:
+def mix(x: torch.Tensor) -> torch.Tensor:
     """The finaliser of splitmix64 on int64 with wrap-around: the same bits on every device."""
     x = x + -7046029254386353131  # 0x9E3779B97F4A7C15
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687  # 0xBF58476D1CE4E5B9

@@ -212,6 +212,8 @@ class ThreadTeam(Team):
             thread = threading.Thread(target=self._run, args=(config, theirs), name=f"rank{config.rank}", daemon=True)
             self._threads.append(thread)
             thread.start()
+            # One after another: CUDA captures one graph at a time in a process, and nothing else may run meanwhile.
+            wait([ours], self._timeout_s)
 
     def _end(self, at_once: bool) -> None:
         if at_once:

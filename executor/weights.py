@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +14,10 @@ import torch
 from confsim.errors import InputError
 from executor.config import ModelConfig
 from executor.place import Place
+from executor.sampling import mix
 
 Reader = Callable[[str, tuple[int, ...]], torch.Tensor]
+DRAWN_AT_ONCE = 1 << 24  # values: their 64-bit numbers take a few times 128 MiB
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ def load_weights(model: ModelConfig, place: Place, dtype: torch.dtype, device: t
     Raises:
         InputError: if files or tensors are missing or have other shapes than the configuration says.
     """
-    read = _safetensors_reader(model.weights) if model.weights else _random_reader(model)
+    read = _safetensors_reader(model.weights) if model.weights else _random_reader(model, dtype, device)
 
     def get(name: str, *shape: int) -> torch.Tensor:
         return read(name, shape).to(dtype)
@@ -101,16 +105,31 @@ def _head_part(head: torch.Tensor, place: Place) -> torch.Tensor:
     return torch.cat((part, part.new_zeros(padding, part.shape[1]))) if padding else part.contiguous()
 
 
-def _random_reader(model: ModelConfig) -> Reader:
+def _random_reader(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Reader:
     def read(name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if len(shape) == 1:
-            return torch.ones(shape)
-        # One stream a tensor: the same values whatever a rank reads, and in whatever order.
-        seed = int.from_bytes(name.encode(), "little") % (2**31 - 1)
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + model.seed)
-        return torch.empty(shape).normal_(0.0, model.initializer_range, generator=generator)
+            return torch.ones(shape, dtype=dtype, device=device)
+        # One stream per tensor: the same values whatever a rank reads, and in whatever order.
+        seed = hashlib.blake2b(f"{model.seed} {name}".encode(), digest_size=8).digest()
+        return _draw(shape, int.from_bytes(seed, "little", signed=True), model.initializer_range, dtype, device)
 
     return read
+
+
+def _draw(shape: tuple[int, ...], seed: int, std: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Values of a nearly normal distribution, drawn where they are kept: the same ones on every device.
+
+    Each is a sum of four 16-bit numbers, which float32 holds exactly, times a factor.
+    """
+    out = torch.empty(shape, dtype=dtype, device=device)
+    flat = out.view(-1)
+    factor = std / math.sqrt((2**32 - 1) / 3)
+    for start in range(0, flat.numel(), DRAWN_AT_ONCE):
+        stop = min(start + DRAWN_AT_ONCE, flat.numel())
+        bits = mix(torch.arange(start, stop, device=device) ^ seed)
+        total = (bits & 0xFFFF) + ((bits >> 16) & 0xFFFF) + ((bits >> 32) & 0xFFFF) + ((bits >> 48) & 0xFFFF)
+        flat[start:stop] = (total - 2 * 0xFFFF).to(torch.float32) * factor
+    return out
 
 
 def _safetensors_reader(folder: str) -> Reader:

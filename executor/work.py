@@ -93,8 +93,8 @@ class Work:
     def run_paths(self, fork: Fork, prefill: Path, decode: Path) -> None:
         """Run the attention paths that this iteration has, through the fork where it has both."""
         if self.prefill is None:
-            decode()
+            decode(None)
         elif self.decode is None:
-            prefill()
+            prefill(None)
         else:
             fork.run(prefill, decode)

@@ -84,7 +84,7 @@ def read(folder: Path) -> Raw:
     """The layouts in a folder.
 
     Raises:
-        InputError: where there is no profile in it, or two of different models or GPUs.
+        InputError: where there is no profile in it, or two of different models, GPUs or attention kernels.
     """
     files = sorted(folder.glob("*/profile.json")) or sorted(folder.glob("profile.json"))
     if not files:
@@ -94,6 +94,8 @@ def read(folder: Path) -> Raw:
         for key in COMMON:
             if head[key] != heads[0][key]:
                 raise InputError(f"{file}: measured another {key} than {files[0]}: keep one per folder")
+        if (own := kernels(head)) != kernels(heads[0]):
+            raise InputError(f"{file}: measured {own}, {files[0]} {kernels(heads[0])}: keep one per folder")
     cells = [cell for file in files for cell in _cells(file.parent)]
     return Raw(heads[0], tuple(heads), tuple(cells))
 
@@ -111,6 +113,12 @@ def read_head(file: Path) -> dict[str, Any]:
     if not isinstance(head, dict) or head.get("kind") != "executor_profile" or head.get("format") != FORMAT:
         raise InputError(f"{file}: is no executor profile of format {FORMAT}: measure again")
     return head
+
+
+def kernels(head: Mapping[str, Any]) -> str:
+    """Family and version of the attention kernels behind a profile, as its ranks say."""
+    said = {f"{rank.get('attention', '')} {rank.get('attention_version', '')}".strip() for rank in head["ranks"]}
+    return ", ".join(sorted(said - {""}))
 
 
 def _cells(folder: Path) -> list[Cell]:

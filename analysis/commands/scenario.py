@@ -67,8 +67,9 @@ def _facts(summary: dict[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False)
     times = summary["prefill_s"]
     rows = {
-        "prefill, mean": seconds(sum(times) / len(times)),
-        "prefill, fastest to slowest": f"{seconds(min(times))} to {seconds(max(times))}",
+        "prompts outstanding": f"{min(summary['concurrency'], summary['prefills'])}",
+        "prefill with its wait, mean": seconds(sum(times) / len(times)),
+        "fastest to slowest": f"{seconds(min(times))} to {seconds(max(times))}",
         "prefills per second": f"{summary['prefills_per_s']:.4g}",
         "iterations": f"{summary['iterations']:,}",
         "largest gap": f"{seconds(summary['max_gap_s'])} (TBT {seconds(summary['tbt_s'])})",

@@ -46,7 +46,7 @@ def command(cfg: DictConfig) -> None:
     timeline = outside_sweeps("output.timeline", cfg.output.timeline)
     started = time.perf_counter()
     result = api.simulate(cfg)
-    if outside_sweeps("output.band", cfg.output.band):
+    if outside_sweeps("output.band", cfg.output.band) and result.summary["slo"] is not None:
         result = replace(result, summary={**result.summary, "band": attainment_band(cfg, result)})
     result.write(folder)
     if timeline:
@@ -76,7 +76,8 @@ def outside_sweeps(key: str, value: Any) -> bool:
 def one_line(summary: dict[str, Any], folder: Path) -> str:
     """A run of a sweep in one line."""
     ttft, gap = percentiles(summary, "ttft_s")[1], percentiles(summary, "max_gap_s")[1]
-    return f"    attainment {share(summary['attainment'])}, P95 TTFT {ttft}, P95 largest gap {gap}: {shown(folder)}"
+    kept = "" if summary["slo"] is None else f"attainment {share(summary['attainment'])}, "
+    return f"    {kept}P95 TTFT {ttft}, P95 largest gap {gap}: {shown(folder)}"
 
 
 def print_summary(console: Console, summary: dict[str, Any], folder: Path, wall_s: float) -> None:
@@ -100,6 +101,8 @@ def print_summary(console: Console, summary: dict[str, Any], folder: Path, wall_
 
 
 def _attainment(summary: dict[str, Any]) -> Text:
+    if summary["slo"] is None:
+        return Text("no SLO: latencies only", style="bold")
     target = summary["slo"]["attainment"]
     met = summary["attainment"] >= target
     text = Text(f"attainment {share(summary['attainment'])}", style="bold green" if met else "bold red")

@@ -148,7 +148,7 @@ class Lane:
 
     def _case(self) -> SchemeCase:
         own = [f"++per_scheme.{self.scheme}.{key}={value}" for key, value in self.options.items()]
-        words = [*self.trace, f"schemes=[{self.scheme}]", *own, *self.overrides]
+        words = [*self.trace, f"schemes=[{self.scheme}]", "best_options=null", *own, *self.overrides]
         return scheme_cases(api.compose(words, command="goodput"))[0]
 
     def replayed(self, block_ids: bool) -> Trace:

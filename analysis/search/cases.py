@@ -15,7 +15,7 @@ from confsim.setup.configuration import compose, did_you_mean, is_choice, option
 TUNED = "tuned"
 AUTO = "auto"  # the same for a key that the scheme can tune; chunk_tokens=auto is a rule of the scheme's own
 MARGINS = (0.0, 0.05, 0.1, 0.2)  # candidates of slo.margin=tuned
-OWN_KEYS = ("schemes", "per_scheme", "goodput", "quiet")  # of the search, not of a simulation
+OWN_KEYS = ("schemes", "per_scheme", "best_options", "goodput", "quiet")  # of the search, not of a simulation
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,12 @@ def scheme_cases(cfg: DictConfig) -> list[SchemeCase]:
             raise InputError(f"per_scheme.{name}: schemes={names} has no {name}{did_you_mean(name, names)}")
     bases = {name: _with_scheme(cfg, name) for name in names}
     _check_shared(shared, bases)
-    return [_case(name, bases[name], shared, _leaves(_wishes_for(name, wishes))) for name in names]
+    best = OmegaConf.to_container(OmegaConf.create(cfg.get("best_options") or {}), resolve=True)
+    assert isinstance(best, dict)
+    return [
+        _case(name, bases[name], {**_leaves(best.get(name) or {}), **shared}, _leaves(_wishes_for(name, wishes)))
+        for name in names
+    ]
 
 
 def _wishes_for(name: str, wishes: dict[Any, Any]) -> dict[Any, Any]:
@@ -59,7 +64,18 @@ def _wishes_for(name: str, wishes: dict[Any, Any]) -> dict[Any, Any]:
     return wishes
 
 
+def check_slo(cfg: DictConfig) -> None:
+    """A search needs an SLO.
+
+    Raises:
+        InputError: for `slo=none`.
+    """
+    if "ttft_s" not in cfg.slo:
+        raise InputError("slo=none: a goodput is the rate at which an SLO is kept; set one, or use confsim simulate")
+
+
 def _check_load(cfg: DictConfig) -> None:
+    check_slo(cfg)
     if cfg.rate is not None:
         raise InputError(f"rate={cfg.rate}: goodput searches the rate; drop it, or use confsim simulate")
     if "closed_loop" in str(cfg.arrivals.get("_target_", "")).lower() or cfg.arrivals.get("concurrency") is not None:

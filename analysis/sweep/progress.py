@@ -126,7 +126,7 @@ def merit(content: Mapping[str, Any]) -> tuple[tuple[float, ...], str]:
         found = {name: entry["goodput"] for name, entry in content["schemes"].items()}
         name, value = max(found.items(), key=lambda item: (item[1], item[0]), default=("", 0.0))
         return (1.0, value), f"{name} {value:.4g} req/s"
-    attainment, rate = float(content["attainment"]), content["offered_rate"] or 0.0
+    attainment, rate = float(content["attainment"] or 0.0), content["offered_rate"] or 0.0
     text = share(attainment) + (f" at {rate:.4g} req/s" if rate else "")
     return ((1.0, rate, attainment) if content["attained"] else (0.0, attainment, rate)), text
 
@@ -136,4 +136,6 @@ def gist(content: Mapping[str, Any]) -> str:
     if "schemes" in content:
         return ", ".join(f"{name} {entry['goodput']:.4g} req/s" for name, entry in content["schemes"].items())
     text, ttft = f"attainment {merit(content)[1]}", (content.get("ttft_s") or {}).get("p95")
+    if content["attainment"] is None:
+        text = "no SLO"
     return text + (f", P95 TTFT {seconds(ttft)}" if ttft is not None else "")

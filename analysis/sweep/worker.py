@@ -115,7 +115,7 @@ def simulate(config: Mapping[str, Any], folder: Path) -> None:
     trace = _trace(json.dumps({key: config.get(key) for key in TRACE_KEYS}))
     compiled = _compiled(json.dumps([config[key] for key in ("latency", "model", "gpu")]))
     result = replace(api.build(cfg, trace), compiled=compiled).run()
-    if config["output"].get("band") is True:
+    if config["output"].get("band") is True and result.summary["slo"] is not None:
         result = replace(result, summary={**result.summary, "band": attainment_band(cfg, result)})
     result.write(folder)
     if config["output"]["timeline"] is True:

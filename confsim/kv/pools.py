@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from mypy_extensions import mypyc_attr
 
 from confsim.errors import InputError
+from confsim.run.ledger import Oracle
 from confsim.run.loop import DecodeLoop
 from confsim.run.request import Request, RequestState
 from confsim.specs import KvConfig
@@ -43,11 +44,15 @@ class BlockPool:
 class PromptCopies:
     """The prompts' KV on `pools` (the same units on each), with an optional LRU prefix cache of trace blocks.
 
-    `entry_units` is the size of one trace block, 0 without a cache. A request holds a number of leading trace blocks
-    shared with others, and private units for the rest.
+    `entry_units` is the size of one trace block, 0 where prompts share none. A request holds a number of leading trace
+    blocks shared with others, and private units for the rest. With `keeps_own` the full blocks of these stay cached for
+    the request itself when it is preempted (`release`), behind the trace blocks that it held: vLLM's cache, too, knows
+    blocks of any tokens by their content, and frees the last ones first.
     """
 
-    def __init__(self, pools: tuple[BlockPool, ...], block_tokens: int, entry_tokens: int = 0) -> None:
+    def __init__(
+        self, pools: tuple[BlockPool, ...], block_tokens: int, entry_tokens: int = 0, keeps_own: bool = False
+    ) -> None:
         if entry_tokens % block_tokens:
             raise InputError(
                 f"kv.block_tokens={block_tokens} does not divide the trace's prefix blocks of {entry_tokens} tokens: "
@@ -57,11 +62,13 @@ class PromptCopies:
         self.block_tokens = block_tokens
         self.entry_tokens = entry_tokens
         self.entry_units = entry_tokens // block_tokens
+        self.keeps_own = keeps_own
         self.refs: dict[int, int] = {}  # trace block -> requests that hold it
-        self.idle: OrderedDict[int, None] = OrderedDict()  # cached and held by none, least recently used first
+        # Cached and held by none, least recently used first: trace blocks, and as `_own(request)` what it left behind.
+        self.idle: OrderedDict[int, None] = OrderedDict()
+        self.left: dict[int, tuple[int, int]] = {}  # request -> (first unit, units) of its own that stayed cached
         self.shared: dict[int, int] = {}  # request -> leading trace blocks it holds
         self.private: dict[int, int] = {}  # request -> units of its own
-        self.hit_tokens = 0
 
     def units(self, tokens: int) -> int:
         """Units of `tokens` on each pool."""
@@ -92,26 +99,26 @@ class PromptCopies:
     def start(self, request: Request, tokens: int) -> bool:
         """Reserve room for the first `tokens` of a request and give it the prefix that is cached already."""
         hits = self._match(request) if self.entry_units else 0
-        own = max(0, -(-tokens // self.block_tokens) - hits * self.entry_units)
+        shared = hits * self.entry_units
+        kept = self._take_left(request, shared) if self.left else 0
+        own = max(0, -(-tokens // self.block_tokens) - shared - kept)
         self._hold(request, hits)
         if not self.take_all(own):
+            self._add(held=-kept)
+            self._leave(request, shared, kept)
             self._unhold(request, hits)
             return False
         self.shared[request.id] = hits
-        self.private[request.id] = own
-        if not hits:
-            return True
-        request.prefilled = hits * self.entry_tokens
-        request.cached += request.prefilled
-        self.hit_tokens += request.prefilled
+        self.private[request.id] = own + kept
+        if hits or kept:
+            request.find((shared + kept) * self.block_tokens)
         return True
 
     def cancel(self, request: Request) -> None:
         """Undo `start` before anything was computed."""
-        self.hit_tokens -= request.prefilled
-        request.cached -= request.prefilled
-        request.prefilled = 0
-        self.release(request)
+        found = request.found
+        request.lose()
+        self.release(request, found)
 
     def extend(self, request: Request, tokens: int) -> bool:
         """Reserve room up to `tokens` of a request that has started."""
@@ -137,12 +144,21 @@ class PromptCopies:
             else:
                 self.refs[block] = 1
 
-    def release(self, request: Request) -> None:
-        """Give up a request's copy; its shared blocks stay cached."""
+    def release(self, request: Request, stored_tokens: int = 0) -> None:
+        """Give up a request's copy; its shared blocks stay cached, its own as far as they hold `stored_tokens`."""
         units = self.private.pop(request.id)
         for pool in self.pools:
             pool.held -= units
-        self._unhold(request, self.shared.pop(request.id))
+        hits = self.shared.pop(request.id)
+        if self.keeps_own and stored_tokens:
+            shared = hits * self.entry_units
+            self._leave(request, shared, min(units, stored_tokens // self.block_tokens - shared))
+        self._unhold(request, hits)
+
+    def forget(self, request: Request) -> None:
+        """A request has ended: nobody will ask for what it left behind."""
+        if request.id in self.left:
+            self._drop_left(request)
 
     def held_by(self, request: Request) -> int:
         """Units that a request has on each pool, shared ones included."""
@@ -150,7 +166,13 @@ class PromptCopies:
 
     def held_units(self) -> int:
         """Units that all copies hold on each pool, counted anew (for audits)."""
-        return sum(self.private.values()) + (len(self.refs) - len(self.idle)) * self.entry_units
+        idle = len(self.idle) - len(self.left)
+        return sum(self.private.values()) + (len(self.refs) - idle) * self.entry_units
+
+    def cached_units(self) -> int:
+        """Units on each pool that are cached and held by none, counted anew (for audits)."""
+        own = sum([units for _, units in self.left.values()])
+        return own + (len(self.idle) - len(self.left)) * self.entry_units
 
     def _match(self, request: Request) -> int:
         limit = min(len(request.block_ids), (request.prompt_tokens - 1) // self.entry_tokens)
@@ -178,10 +200,54 @@ class PromptCopies:
 
     def _evict(self, units: int) -> None:
         while units > 0:
-            block, _ = self.idle.popitem(last=False)
+            block = next(iter(self.idle))
+            if block < 0:
+                units -= self._evict_left(block, units)
+                continue
+            del self.idle[block]
             del self.refs[block]
             self._add(cached=-self.entry_units)
             units -= self.entry_units
+
+    # What preempted requests left behind
+
+    def _leave(self, request: Request, first: int, units: int) -> None:
+        """Have free units of a request stay cached: `units` of them, the first one its `first`-th."""
+        if units > 0:
+            self.left[request.id] = first, units
+            self.idle[_own(request.id)] = None
+            self._add(cached=units)
+
+    def _take_left(self, request: Request, shared: int) -> int:
+        """Hold again what a request left behind and can use behind `shared` units; the rest of it is free."""
+        if request.id not in self.left:
+            return 0
+        first, units = self._drop_left(request)
+        if first > shared:
+            return 0  # the blocks before are gone
+        tokens = request.target_tokens - 1  # the last one is computed, since it emits
+        kept = max(0, min(first + units, tokens // self.block_tokens) - shared)
+        self._add(held=kept)
+        return kept
+
+    def _drop_left(self, request: Request) -> tuple[int, int]:
+        first, units = self.left.pop(request.id)
+        del self.idle[_own(request.id)]
+        self._add(cached=-units)
+        return first, units
+
+    def _evict_left(self, block: int, units: int) -> int:
+        """Evict up to `units` from the end of what a request left behind; returns how many."""
+        request_id = -1 - block
+        first, kept = self.left[request_id]
+        units = min(units, kept)
+        if units == kept:
+            del self.left[request_id]
+            del self.idle[block]
+        else:
+            self.left[request_id] = first, kept - units
+        self._add(cached=-units)
+        return units
 
     def _add(self, held: int = 0, cached: int = 0) -> None:
         for pool in self.pools:
@@ -189,20 +255,30 @@ class PromptCopies:
             pool.cached += cached
 
 
+def _own(request_id: int) -> int:
+    """The key of what a request left behind, beside those of trace blocks, which are 0 and more."""
+    return -1 - request_id
+
+
 @mypyc_attr(allow_interpreted_subclasses=True)
 class KvStore(ABC):
     """KV of one instance as its loop uses it; groups are decode groups, each with a pool.
 
     A decode's block takes `units_per_block` of its group's pool. `whole_prompt`: a prompt's KV is reserved before its
-    first chunk, rather than chunk by chunk.
+    first chunk, rather than chunk by chunk. `whole_request`: so is that of its output where KV stays in place, and in
+    any case before it decodes (TensorRT-LLM's GUARANTEED_NO_EVICT), so that decodes never grow; the engine's `oracle`
+    tells its length.
     """
 
     def __init__(self, pools: tuple[BlockPool, ...], units_per_block: int, config: KvConfig, entry_tokens: int) -> None:
         self.block_tokens = config.block_tokens
         self.units_per_block = units_per_block
         self.pools = pools
-        self.copies = PromptCopies(pools, config.block_tokens, entry_tokens if config.prefix_cache else 0)
-        self.whole_prompt = config.admission == "prompt"
+        shared = entry_tokens if config.prefix_cache else 0
+        self.copies = PromptCopies(pools, config.block_tokens, shared, config.prefix_cache)
+        self.whole_prompt = config.admission != "step"
+        self.whole_request = config.admission == "prompt_output"
+        self.oracle: Oracle | None = None  # set by the loop that uses this
 
     @abstractmethod
     def refusal(self, prompt_tokens: int, output_tokens: int) -> str:
@@ -210,7 +286,21 @@ class KvStore(ABC):
 
     def start(self, request: Request) -> bool:
         """Reserve what a prompt needs before its first chunk: all of it or, step by step, nothing yet."""
-        return self.copies.start(request, request.target_tokens if self.whole_prompt else 0)
+        tokens = request.target_tokens if self.whole_prompt else 0
+        return self.copies.start(request, max(tokens, self.whole_tokens(request)) if self.whole_request else tokens)
+
+    def whole_tokens(self, request: Request) -> int:
+        """Tokens that a request stores by its end: all but the last one of its output."""
+        assert self.oracle is not None
+        return request.prompt_tokens + self.oracle.output_tokens(request) - 1
+
+    def first_room(self, request: Request) -> int:
+        """Tokens that a request needs room for to decode: one beyond its target, or all that will come."""
+        return self.whole_tokens(request) if self.whole_request else request.target_tokens + 1
+
+    def room(self, request: Request, tokens: int) -> int:
+        """Tokens that a decode has room for, where that is `tokens` unless all of its output has."""
+        return self.whole_tokens(request) if self.whole_request else tokens
 
     @abstractmethod
     def decode_units(self, request: Request) -> int:
@@ -218,14 +308,14 @@ class KvStore(ABC):
 
     @abstractmethod
     def place(self, request: Request, group: int) -> bool:
-        """Before the last chunk: reserve the decode blocks (target + 1 tokens) on `group`."""
+        """Before the last chunk: reserve the decode blocks (`first_room` tokens) on `group`."""
 
     @abstractmethod
     def settle(self, request: Request) -> None:
         """The prompt's KV is where it decodes: what is no longer needed elsewhere is given up."""
 
     def grow(self, group: int, blocks: int) -> bool:
-        """Blocks for the next token of running decodes."""
+        """Blocks for the next token of running decodes, where they do not have them all."""
         return self.copies.take(self.pools[group], blocks * self.units_per_block)
 
     def shrink(self, group: int, blocks: int) -> None:
@@ -233,8 +323,11 @@ class KvStore(ABC):
         self.pools[group].held -= blocks * self.units_per_block
 
     @abstractmethod
-    def release(self, request: Request, group: int, tokens: int) -> None:
-        """A request ends or is preempted with room for `tokens` on `group` (-1: only its prompt copy)."""
+    def release(self, request: Request, group: int, tokens: int, stored_tokens: int) -> None:
+        """A request gives up its KV, with room for `tokens` on `group` (-1: only its prompt copy).
+
+        What it has `stored` stays cached where it may come back for it; 0: it has ended.
+        """
 
     @abstractmethod
     def held_beside(self, request: Request, group: int, tokens: int) -> int:
@@ -250,7 +343,7 @@ class KvStore(ABC):
         for group, pool in enumerate(self.pools):
             assert pool.free + pool.held + pool.cached == pool.capacity
             assert pool.free >= 0 and pool.held >= 0 and pool.cached >= 0
-            assert pool.cached == len(self.copies.idle) * self.copies.entry_units
+            assert pool.cached == self.copies.cached_units()
             units = self.copies.held_units()
             for request in placed:
                 units += self.held_beside(request, group, loop.room(request))
@@ -273,26 +366,26 @@ class InPlaceKv(KvStore):
         return "" if need <= self.pools[0].capacity else "kv_capacity"
 
     def decode_units(self, request: Request) -> int:
-        """Units for one more token than the prompt has."""
-        return self.copies.units(request.target_tokens + 1) - self.copies.held_by(request)
+        """Units for one more token than the prompt has, or for all that will come."""
+        return self.copies.units(self.first_room(request)) - self.copies.held_by(request)
 
     def place(self, request: Request, group: int) -> bool:
-        """Before the last chunk: room for one more token."""
-        return self.copies.extend(request, request.target_tokens + 1)
+        """Before the last chunk: room for one more token, or for all that will come."""
+        return self.copies.extend(request, self.first_room(request))
 
     def settle(self, request: Request) -> None:
         """Nothing moves."""
 
-    def release(self, request: Request, group: int, tokens: int) -> None:
-        """A request ends or is preempted with room for `tokens`."""
-        if group >= 0:
+    def release(self, request: Request, group: int, tokens: int, stored_tokens: int) -> None:
+        """A request gives up its KV, with room for `tokens`; what it has stored may stay cached."""
+        if group >= 0 and not self.whole_request:
             shared = self.copies.shared[request.id] * self.copies.entry_units
             self.copies.private[request.id] = self.copies.units(tokens) - shared
-        self.copies.release(request)
+        self.copies.release(request, stored_tokens)
 
     def held_beside(self, request: Request, group: int, tokens: int) -> int:
-        """Blocks that it grew by: the prompt's copy has the first `target + 1` tokens."""
-        return self.copies.units(tokens) - self.copies.units(request.target_tokens + 1)
+        """Blocks that it grew by: the prompt's copy has the first `target + 1` tokens, or all."""
+        return self.copies.units(self.room(request, tokens)) - self.copies.units(self.first_room(request))
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -317,24 +410,28 @@ class MigratingKv(KvStore):
         return "" if need <= self.pools[0].capacity else "kv_capacity"
 
     def decode_units(self, request: Request) -> int:
-        """Units of a whole copy and one more token."""
-        return self.copies.units(request.target_tokens + 1) * self.units_per_block
+        """Units of a whole copy and one more token, or all that will come."""
+        return self.copies.units(self.first_room(request)) * self.units_per_block
 
     def place(self, request: Request, group: int) -> bool:
-        """Reserve the decode copy (target + 1 tokens) on its group."""
+        """Reserve the decode copy on its group."""
         return self.copies.take(self.pools[group], self.decode_units(request))
 
     def settle(self, request: Request) -> None:
         """The transfer is over: give up the shards (they stay in the prefix cache)."""
-        self.copies.release(request)
+        self.copies.release(request, request.target_tokens)
 
-    def release(self, request: Request, group: int, tokens: int) -> None:
-        """A request ends or is preempted."""
+    def release(self, request: Request, group: int, tokens: int, stored_tokens: int) -> None:
+        """A request gives up its decode copy, of which nothing can be reused, or the shards of its prompt."""
         if group >= 0:
-            self.pools[group].held -= self.copies.units(tokens) * self.units_per_block
+            self.pools[group].held -= self.copies.units(self.room(request, tokens)) * self.units_per_block
         else:
-            self.copies.release(request)
+            self.copies.release(request, stored_tokens)
+        if not stored_tokens:
+            self.copies.forget(request)
 
     def held_beside(self, request: Request, group: int, tokens: int) -> int:
         """The decode copy, on its own group."""
-        return self.copies.units(tokens) * self.units_per_block if request.group == group else 0
+        if request.group != group:
+            return 0
+        return self.copies.units(self.room(request, tokens)) * self.units_per_block

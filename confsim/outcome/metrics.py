@@ -93,7 +93,8 @@ class _Book:
         """A request from all its token times."""
         self.first[index], self.last[index] = token_s[0], token_s[-1]
         self.tokens[index] = len(token_s)
-        self.lateness[index] = (token_s - np.arange(len(token_s)) * slo.tbt_s).max()
+        if slo.given:
+            self.lateness[index] = (token_s - np.arange(len(token_s)) * slo.tbt_s).max()
         if len(token_s) > 1:
             gaps = np.diff(token_s)
             self.max_gap[index] = gaps.max()
@@ -110,13 +111,14 @@ class _Book:
         joint = axis[begin] - first
         gaps = np.diff(axis)
         inner = np.where(end - begin > 1, _range_max(gaps, begin, end - 1), -np.inf)
-        steps = np.arange(len(axis))
-        late = _range_max(axis - steps * slo.tbt_s, begin, end) + (begin - 1) * slo.tbt_s
         self.first[owners] = first
         self.last[owners] = axis[end - 1]
         self.tokens[owners] = 1 + end - begin
         self.max_gap[owners] = np.maximum(joint, inner)
-        self.lateness[owners] = np.maximum(first, late)
+        if slo.given:
+            steps = np.arange(len(axis))
+            late = _range_max(axis - steps * slo.tbt_s, begin, end) + (begin - 1) * slo.tbt_s
+            self.lateness[owners] = np.maximum(first, late)
         inside = self.counted[owners]
         weights = _coverage(begin[inside], end[inside] - 1, len(gaps))
         self.gaps += [joint[inside], gaps[weights > 0]]

@@ -34,7 +34,8 @@ REQUESTS = pa.schema(
         ("finish_s", pa.float64()),
         ("emitted_tokens", pa.int32()),
         ("preemptions", pa.int32()),
-        ("prefix_hit_tokens", pa.int32()),
+        ("prefix_hit_tokens", pa.int32()),  # of the prompt, each token at most once
+        ("recomputed_tokens", pa.int32()),  # computed again after preemptions
         ("attained", pa.bool_()),
         ("missed_by", pa.string()),
         ("session", pa.int64()),

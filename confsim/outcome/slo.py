@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +42,11 @@ class Slo:
             raise InputError(f"slo.margin={self.margin}: use a share from 0 to below 1")
 
     @property
+    def given(self) -> bool:
+        """Whether there are limits at all."""
+        return True
+
+    @property
     def target_s(self) -> float:
         """The longest iteration that planners aim at."""
         return self.tbt_s * (1 - self.margin)
@@ -60,3 +66,23 @@ class Slo:
             return bool(np.diff(token_s).max() <= self.tbt_s * TOLERANCE)
         lateness_s = float((token_s - np.arange(len(token_s)) * self.tbt_s).max()) - arrival_s
         return lateness_s <= limit_s * TOLERANCE
+
+
+@dataclass(frozen=True)
+class NoSlo(Slo):
+    """No limits: planners are bounded by tokens alone, and a run reports latencies without a verdict."""
+
+    ttft_s: float = field(default=math.inf, init=False)
+    tbt_s: float = field(default=math.inf, init=False)
+    attainment: float = field(default=0.0, init=False)
+    rule: str = field(default="none", init=False)
+    ttft_per_token_s: float = field(default=0.0, init=False)
+    margin: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        """Nothing can be wrong with limits that do not exist."""
+
+    @property
+    def given(self) -> bool:
+        """There are none."""
+        return False

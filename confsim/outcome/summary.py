@@ -85,8 +85,9 @@ def requests_table(run: Replayed) -> tuple[pa.Table, Outcome]:
         "emitted_tokens": lat.tokens,
         "preemptions": [request.preemptions for request in requests],
         "prefix_hit_tokens": [request.cached for request in requests],
-        "attained": good,
-        "missed_by": reasons,
+        "recomputed_tokens": [request.recomputed_tokens for request in requests],
+        "attained": good if slo.given else [None] * len(requests),
+        "missed_by": reasons if slo.given else [None] * len(requests),
         "session": trace["session"].take(pa.array(rows, pa.int64())).combine_chunks(),
         "turn": trace["turn"].take(pa.array(rows, pa.int64())).combine_chunks(),
     }
@@ -126,9 +127,9 @@ def summarise(run: Replayed, requests: pa.Table, outcome: Outcome) -> dict[str, 
         "synthetic": bool(load.trace.provenance.get("synthetic", False)),
         "requests": counts,
         "rejected_by": _tally(request.reason for request in ledger.requests if request.reason),
-        "attainment": outcome.attainment,
-        "attained": bool(outcome.attainment >= setup.slo.attainment),
-        "missed_by": _missed_by(outcome),
+        "attainment": outcome.attainment if setup.slo.given else None,
+        "attained": bool(outcome.attainment >= setup.slo.attainment) if setup.slo.given else None,
+        "missed_by": _missed_by(outcome) if setup.slo.given else {},
         "overloaded": _overloaded(run, arrived),
         **_statistics(outcome, arrived, requests),
         "offered_rate": _rate(arrived),
@@ -137,12 +138,13 @@ def summarise(run: Replayed, requests: pa.Table, outcome: Outcome) -> dict[str, 
         "simulated_s": end_s,
         "utilisation": max(instance.utilised_s for instance in run.instances) / end_s if end_s > 0 else 0.0,
         "prefix_hit_tokens": sum(request.cached for request in ledger.requests),
+        "recomputed_tokens": sum(request.recomputed_tokens for request in ledger.requests),
         "tokens": {
             "prompt": int(np.sum(requests["prompt_tokens"].to_numpy())),
             "emitted": int(outcome.latencies.tokens.sum()),
         },
         "kv": _kv(report, run),
-        "slo": asdict(setup.slo),
+        "slo": asdict(setup.slo) if setup.slo.given else None,
         "latency": {"extrapolated_queries": sum(m.extrapolations for m in run.setup.compiled.values())},
         **_counters(run),
     }
@@ -265,7 +267,7 @@ def _instances(run: Replayed, outcome: Outcome) -> list[dict[str, Any]]:
             {
                 "instance": index,
                 "requests": int((owner == index).sum()),
-                "attainment": float(outcome.attained[mine].mean()) if mine.any() else None,
+                "attainment": float(outcome.attained[mine].mean()) if mine.any() and run.setup.slo.given else None,
                 "ttft_s": metrics.statistics(ttft),
                 "utilisation": instance.utilised_s / run.setup.env.now if run.setup.env.now > 0 else 0.0,
             }
@@ -289,7 +291,7 @@ def _warnings(run: Replayed, out: dict[str, Any], report: KvReport) -> list[str]
         warnings.append("overloaded: the queue grew until the arrivals ended")
     if out["latency"]["extrapolated_queries"]:
         warnings.append(f"{out['latency']['extrapolated_queries']} latency queries lay outside the measured range")
-    return warnings + _slo_warnings(run, out)
+    return warnings + (_slo_warnings(run, out) if run.setup.slo.given else [])
 
 
 def _slo_warnings(run: Replayed, out: dict[str, Any]) -> list[str]:

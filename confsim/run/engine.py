@@ -150,7 +150,8 @@ class Run:
         s = self.simulation
         return Setup(
             self.env, s.model, s.gpu, s.cluster, s.latency, s.slo, s.kv, s.policy, self.live or s.backend, self.ledger,
-            s.latency.noise, s.seed, 0, self.load.trace.block_tokens if self._blocks else 0, s.compiled,
+            s.latency.noise, s.seed, 0, self.load.trace.block_tokens if self._blocks else 0,
+            max(map(sum, zip(self._prompt, self.output_tokens, strict=True)), default=1) - 1, s.compiled,
         )  # fmt: skip
 
     def _build(self) -> list[Instance]:

@@ -18,6 +18,9 @@ class Holders:
     def __iter__(self) -> Iterator[Request]:
         return iter(self._held.values())
 
+    def __len__(self) -> int:
+        return len(self._held)
+
     def add(self, request: Request) -> None:
         """It holds KV from now on."""
         self._held[request.id] = request

@@ -80,6 +80,10 @@ class DecodeLoop:
         need = self._residues[(len(self.times) + ahead) % self.block_tokens][group]
         return need if ahead else need - self._prepaid[group]
 
+    def needs(self, ahead: int) -> list[int]:
+        """Blocks that each group's decodes need for the step `ahead` (1 or more) steps from the next; not a copy."""
+        return self._residues[(len(self.times) + ahead) % self.block_tokens]
+
     def grows(self) -> bool:
         """Whether any decode needs a block for the next step."""
         return self._residues[len(self.times) % self.block_tokens] != self._prepaid

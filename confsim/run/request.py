@@ -70,6 +70,7 @@ class Request:
         "cached",
         "emitted",
         "first_token_s",
+        "found",
         "group",
         "id",
         "instance",
@@ -78,7 +79,9 @@ class Request:
         "prefill_start_s",
         "prefilled",
         "prompt_tokens",
+        "reached",
         "reason",
+        "recomputed_before",
         "slices",
         "state",
         "target_tokens",
@@ -100,7 +103,10 @@ class Request:
         self.block_ids = block_ids  # prefix block ids, in kv blocks of the simulation
         self.target_tokens = prompt_tokens  # tokens to prefill; prompt + emitted after a preemption
         self.prefilled = 0  # of target_tokens, cached prefix included
-        self.cached = 0  # tokens found in the prefix cache, all admissions together
+        self.cached = 0  # prompt tokens found in the prefix cache instead of being computed, each at most once
+        self.found = 0  # tokens of KV that were there already when it was admitted last
+        self.reached = 0  # tokens whose KV it has had before it was preempted
+        self.recomputed_before = 0  # tokens computed again up to the last preemption
         self.emitted = 0  # tokens out, as of the last join or leave
         self.group = -1  # decode group
         self.instance = 0
@@ -122,6 +128,30 @@ class Request:
         """Tokens still to prefill."""
         return self.target_tokens - self.prefilled
 
+    @property
+    def recomputed_tokens(self) -> int:
+        """Tokens computed again because preemption took their KV away."""
+        return self.recomputed_before + max(0, min(self.prefilled, self.reached) - self.found)
+
+    @property
+    def stored_tokens(self) -> int:
+        """Tokens whose KV is complete, while it is in prefill or decode: all but the last emitted one."""
+        decodes = self.state is RequestState.DECODE
+        return self.prompt_tokens + self.emitted - 1 if decodes else self.prefilled
+
+    def find(self, tokens: int) -> None:
+        """Admitted with KV of its first `tokens` there; those of the prompt that it never had are hits."""
+        self.found = self.prefilled = tokens
+        self.cached += self._first_hits(tokens)
+
+    def lose(self) -> None:
+        """Undo `find`: the admission came to nothing."""
+        self.cached -= self._first_hits(self.found)
+        self.found = self.prefilled = 0
+
+    def _first_hits(self, tokens: int) -> int:
+        return max(0, min(tokens, self.prompt_tokens) - self.reached)
+
     def move_to(self, state: RequestState) -> None:
         """Enter another state.
 
@@ -133,9 +163,11 @@ class Request:
         self.state = state
 
     def requeue(self) -> None:
-        """Preempted: prompt and emitted tokens will be computed anew."""
+        """Preempted: prompt and emitted tokens will be computed anew, as far as their KV is no longer there."""
+        self.recomputed_before = self.recomputed_tokens
+        self.reached = max(self.reached, self.stored_tokens)
         self.move_to(RequestState.QUEUED)
-        self.prefilled = 0
+        self.found = self.prefilled = 0
         self.group = -1
         self.target_tokens = self.prompt_tokens + self.emitted
         self.preemptions += 1

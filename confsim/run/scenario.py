@@ -1,4 +1,4 @@
-"""Controlled experiments: prefills, one after the other, beside a decode load that stays the same."""
+"""Controlled experiments: a constant number of prompts outstanding beside a decode load that stays the same."""
 
 from __future__ import annotations
 
@@ -32,20 +32,24 @@ PARTS = ("linear", "prefill_attention", "decode_attention", "communication", "he
 
 @dataclass(frozen=True)
 class Scenario:
-    """The decode load, by GPU (one number stands for every GPU), and the size of the prefills.
+    """The decode load, by GPU (one number stands for every GPU), and how many prompts are outstanding at a time.
 
-    A decode emits `decode_tokens` tokens and is replaced at once, where it ran. Its context, averaged over its life,
-    is `decode_context` tokens; the decodes of a GPU are at evenly spaced points of their lives.
+    A decode emits `decode_tokens` tokens and is replaced at once, where it ran or where the scheme places it. Its
+    context, averaged over its life, is `decode_context` tokens; the decodes of a GPU are at evenly spaced points of
+    their lives. The next prompt is sent when one of the `concurrency` outstanding ones has ended.
     """
 
     decodes_per_gpu: int | Sequence[int] = 24
     decode_context: int = 8192
     decode_tokens: int = 256
+    concurrency: int = 8
 
     def __post_init__(self) -> None:
         for key in ("decode_context", "decode_tokens"):
             if not _whole(getattr(self, key), 1):
                 raise InputError(f"{key}={getattr(self, key)}: use a whole number of tokens, 1 or more")
+        if not _whole(self.concurrency, 1):
+            raise InputError(f"concurrency={self.concurrency}: use a whole number of prompts, 1 or more")
         counts = self._counts()
         if not counts or not all(_whole(count, 0) for count in counts):
             raise InputError(f"decodes_per_gpu={self.decodes_per_gpu}: use a whole number, or a list of one a GPU")
@@ -104,16 +108,18 @@ def run(cfg: DictConfig) -> ScenarioResult:
         if not _whole(cfg[key], 1):
             raise InputError(f"{key}={cfg[key]}: use a whole number, 1 or more")
     if cfg.rate is not None or cfg.horizon_s is not None:
-        raise InputError("rate and horizon_s mean nothing in a scenario: prefills come one after the other")
-    if not str(cfg.trace.get("_target_")).endswith("FixedTrace") or cfg.arrivals.get("concurrency") != 1:
-        raise InputError("trace and arrivals of a scenario are fixed: set prefill_tokens and prefills instead")
+        raise InputError("rate and horizon_s mean nothing in a scenario: the next prefill comes when one has ended")
+    if not str(cfg.trace.get("_target_")).endswith("FixedTrace") or cfg.arrivals.get("concurrency") != cfg.concurrency:
+        raise InputError(
+            "trace and arrivals of a scenario are fixed: set prefill_tokens, prefills and concurrency instead"
+        )
     counts = cfg.decodes_per_gpu
     decodes = list(counts) if isinstance(counts, Sequence) and not isinstance(counts, str) else counts
-    return run_scenario(build(cfg), Scenario(decodes, cfg.decode_context, cfg.decode_tokens))
+    return run_scenario(build(cfg), Scenario(decodes, cfg.decode_context, cfg.decode_tokens, cfg.concurrency))
 
 
 def run_scenario(simulation: Simulation, scenario: Scenario) -> ScenarioResult:
-    """Run the prefills of the simulation's trace one after the other beside the scenario's decodes.
+    """Run the prefills of the simulation's trace, `concurrency` at a time, beside the scenario's decodes.
 
     Raises:
         InputError: if the scheme cannot hold the decodes or a prefill.
@@ -127,7 +133,7 @@ def run_scenario(simulation: Simulation, scenario: Scenario) -> ScenarioResult:
 
 
 class SteadyDecodes:
-    """Drives prefills, one after the other, beside decodes whose ids lie behind theirs."""
+    """Keeps `concurrency` prefills outstanding, beside decodes whose ids lie behind theirs."""
 
     def __init__(self, scenario: Scenario, decodes: Sequence[int], prefills: int, scheme: str) -> None:
         self.scenario = scenario
@@ -135,7 +141,7 @@ class SteadyDecodes:
         self.prefills = prefills
         self.scheme = scheme
         self.starts_s: list[float] = []  # of the prefills, when they are submitted
-        self.ends_s: list[float] = []
+        self.ends_s: dict[int, float] = {}  # by prefill, in the order in which they ended
         self._gpu = [gpu for gpu, count in enumerate(decodes) for _ in range(count)]  # of every running decode
         self._slot: dict[int, int] = {}  # request -> its place among them
         self.streams: list[list[Request]] = [[] for _ in self._gpu]
@@ -145,15 +151,21 @@ class SteadyDecodes:
         """The last prefill has ended."""
         return len(self.ends_s) == self.prefills
 
+    @property
+    def last_end_s(self) -> float:
+        """When the last prefill ended."""
+        return max(self.ends_s.values())
+
     def start(self, run: Target) -> None:
-        """Fill every place with a decode, and send the first prefill."""
+        """Fill every place with a decode, and send the first prefills."""
         run.ledger.on_end.append(lambda request, time_s: self._ended(run, request, time_s))
         slot = 0
         for count in self.decodes:
             for index in range(count):
                 self._add_decode(run, slot, index * self.scenario.decode_tokens // count)
                 slot += 1
-        self._next_prefill(run)
+        for _ in range(self.scenario.concurrency):
+            self._next_prefill(run)
         run.env.process(self._guard(run))
 
     def _guard(self, run: Target) -> Generator[simpy.Event, Any, None]:
@@ -165,6 +177,8 @@ class SteadyDecodes:
             )
 
     def _next_prefill(self, run: Target) -> None:
+        if len(self.starts_s) == self.prefills:
+            return
         self.starts_s.append(run.env.now)
         run.inject(len(self.starts_s) - 1, run.env.now)
 
@@ -173,9 +187,8 @@ class SteadyDecodes:
             raise InputError(f"prefill_tokens={request.prompt_tokens}: rejected, {request.reason}")
         slot = self._slot.get(request.id)
         if slot is None:
-            self.ends_s.append(time_s)
-            if not self.over:
-                self._next_prefill(run)
+            self.ends_s[request.id] = time_s
+            self._next_prefill(run)
         elif not self.over:
             self._add_decode(run, slot, 0)
 
@@ -223,7 +236,7 @@ class ScenarioRun:
 
     def outcome(self) -> ScenarioResult:
         """Everything that began before the last prefill ended."""
-        end_s = self.driver.ends_s[-1]
+        end_s = self.driver.last_end_s
         tracks = [(track, _before(track, end_s)) for track in self.ledger.tracks]
         iterations = iterations_table(self.ledger.tracks)
         iterations = iterations.filter(pc.less(iterations["start_s"], end_s))
@@ -250,6 +263,7 @@ class ScenarioRun:
             "decode_tokens": self.scenario.decode_tokens,
             "prefill_tokens": prompt,
             "prefills": prefills,
+            "concurrency": self.scenario.concurrency,
             "tbt_s": simulation.slo.tbt_s,
             "kv": {"groups": report.groups, "capacity_tokens": report.capacity_tokens},
         }
@@ -263,8 +277,8 @@ class ScenarioRun:
         breakdown = {part: mean(f"{part}_s") for part in PARTS}
         iteration_s = mean("end_s") - mean("start_s")
         return {
-            "prefill_s": [end - start for start, end in zip(starts_s, ends_s, strict=True)],
-            "prefills_per_s": len(ends_s) / (ends_s[-1] - starts_s[0]),
+            "prefill_s": [ends_s[index] - start_s for index, start_s in enumerate(starts_s)],
+            "prefills_per_s": len(ends_s) / (self.driver.last_end_s - starts_s[0]),
             "iterations": len(iterations),
             "max_gap_s": gap_s,
             "tbt_met": gap_s is None or gap_s <= self.simulation.slo.tbt_s * TOLERANCE,
@@ -283,7 +297,7 @@ class ScenarioRun:
         largest = None
         for stream in self.driver.streams:
             times = np.concatenate([[0.0], *map(self.ledger.token_times, stream)])
-            gaps = np.diff(times)[times[:-1] < self.driver.ends_s[-1]]
+            gaps = np.diff(times)[times[:-1] < self.driver.last_end_s]
             largest = max(float(gaps.max(initial=0.0)), largest or 0.0)
         return largest
 

@@ -47,6 +47,7 @@ class Serving:
         self.env = env
         self.ledger = ledger
         self.kv = kv
+        kv.oracle = ledger.oracle
         self.loop = ledger.new_loop(len(kv.pools), kv.block_tokens)
         self.track = ledger.new_track(name, instance)
         self.backend: Backend | None = None  # that times this loop; set before it starts
@@ -96,12 +97,16 @@ class Serving:
             self.loop.join(request, request.group, self.ledger.oracle.left(request))
         self.landed.clear()
 
-    def end(self, request: Request) -> None:
-        """Its last token is out: give up its KV, or that of its prompt where it never decoded."""
+    def end(self, request: Request, returns: bool = False) -> None:
+        """Its last token is out: give up its KV, or that of its prompt where it never decoded.
+
+        With `returns` it has not ended: what it has stored may stay cached for it.
+        """
         if request.state is RequestState.DECODE:
-            self.kv.release(request, request.group, self.loop.leave(request))
+            tokens = self.loop.leave(request)
+            self.kv.release(request, request.group, tokens, request.stored_tokens if returns else 0)
         else:
-            self.kv.release(request, -1, 0)
+            self.kv.release(request, -1, 0, request.stored_tokens if returns else 0)
         self.holders.remove(request)
         self._released.append(request.id)
 
@@ -119,8 +124,8 @@ class Serving:
         return max(able, key=lambda request: (request.arrival_s, request.id), default=None)
 
     def preempt(self, request: Request) -> None:
-        """Take a request's KV away, to recompute prompt and emitted tokens."""
-        self.end(request)
+        """Take a request's KV away, to recompute of prompt and emitted tokens what does not stay cached."""
+        self.end(request, returns=True)
         request.requeue()
         self.ledger.preemptions += 1
 
@@ -131,7 +136,7 @@ class Serving:
         taken now, is the answer here, and nothing has grown.
         """
         loop, kv = self.loop, self.kv
-        if loop.grown or not loop.grows():
+        if loop.grown or kv.whole_request or not loop.grows():
             loop.grown = True
             return True
         for group in range(len(kv.pools)):
@@ -181,12 +186,14 @@ class Serving:
 
     def _grow_ahead(self, backend: Backend, run: DecodeRun, crowded: bool) -> list[tuple[int, int]]:
         """Take the blocks of a run's further iterations, cut where they are short; returns (step, blocks) taken."""
-        taken = []
+        taken: list[tuple[int, int]] = []
         loop, kv, pools = self.loop, self.kv, self.kv.pools
+        if kv.whole_request:
+            return taken
         groups = range(len(pools))
         units = kv.units_per_block
         for ahead in range(1, len(run.ends_s)):
-            needs = [loop.growth(group, ahead) for group in groups]
+            needs = loop.needs(ahead)
             if not any(needs):
                 continue
             room = [pool.free if crowded else pool.available for pool in pools]  # evicted blocks cannot come back
@@ -208,7 +215,7 @@ class Serving:
         backend.cut(run, steps)
         loop.retreat(planned - steps)
         for step in range(1, planned - steps + 1):
-            for group in range(len(self.kv.pools)):
+            for group in range(0 if self.kv.whole_request else len(self.kv.pools)):
                 self.kv.shrink(group, loop.growth(group, step))
         self.track.cut_run(steps)
         process.interrupt()

@@ -29,6 +29,7 @@ class Admission:
         self._aside: list[Request] = []  # taken from the queue in this pass and not planned
         self._coming = [0] * len(serving.kv.pools)  # context of requests placed on a group that do not decode yet
         self.blocked = False  # the head of the queue waits for KV
+        self.no_slot = False  # as many requests run as may, and none of them is in prefill
 
     def chunks(self, now_s: float, load: DecodeLoad) -> tuple[PrefillChunk, ...]:
         """Prefill chunks in queue order, as much as an iteration beside these decodes has room for."""
@@ -36,9 +37,10 @@ class Admission:
         fill.begin(load)
         new = True
         self.blocked = False
+        self.no_slot = not self._slot() and not self._partials
         preempted = ledger.preemptions
-        while not fill.full:
-            request = self._queue.pop(now_s, fill.predict_s, new)
+        while not (fill.full or self.no_slot):
+            request = self._queue.pop(now_s, fill.predict_s, new and self._slot())
             if request is None:
                 break
             aside.append(request)
@@ -71,14 +73,14 @@ class Admission:
     def _accept(self, request: Request, tokens: int, fresh: bool, now_s: float) -> str:
         last = tokens == request.remaining_prefill
         if fresh and not last and len(self._partials) >= self._limits.max_partial_prefills:
-            return "full"
+            return "not_now"
         if not self._kv.whole_prompt and not self._extend(request, request.prefilled + tokens):
-            return "no_kv"
+            return "not_now"
         group = -1
         if last and self._serving.ledger.oracle.left(request) > 1:
             group = self._place(request)
             if group < 0:
-                return "no_kv"
+                return "not_now"
         self._fill.add(request, tokens, last, group)
         if request.prefill_start_s < 0:
             request.prefill_start_s = now_s
@@ -101,6 +103,11 @@ class Admission:
         """Requests of which `comes` was told decode from now on."""
         for request in requests:
             self._coming[request.group] -= request.target_tokens + 1
+
+    def _slot(self) -> bool:
+        """Whether a further request may run."""
+        most = self._limits.max_running
+        return most is None or len(self._serving.holders) < most
 
     # KV of a request
 

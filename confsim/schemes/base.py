@@ -76,6 +76,7 @@ class Setup:
     seed: int = 0
     instance: int = 0
     entry_tokens: int = 0  # prefix block size of the trace, 0 where it has none
+    longest_tokens: int = 0  # of a request of the load: prompt and output but its last token, 0 without a load
     compiled: dict[tuple[int, int], LatencyModel] = field(default_factory=dict)
 
     def latency_of(self, tp: int, sp: int) -> LatencyModel:
@@ -183,9 +184,9 @@ class Instance(ABC):
         self.enqueue(request)
 
     def preload(self, request: Request, gpu: int) -> bool:
-        """Take a request whose prompt's KV exists: it decodes from the next iteration on, where those of `gpu` do.
+        """Take a request whose prompt's KV exists: it decodes from the next iteration on.
 
-        False: no KV for it.
+        `gpu` asks for a place; a scheme that places KV by a rule of its own may choose another. False: no KV for it.
         """
         return False
 

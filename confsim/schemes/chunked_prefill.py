@@ -11,8 +11,12 @@ from confsim.schemes.cobatch import CoBatchInstance
 from confsim.schemes.cost import CoBatchCost, in_turn
 from confsim.schemes.degrees import tp_candidates, tp_degree
 from confsim.schemes.fill import Limits
-from confsim.specs import ClusterSpec
+from confsim.specs import ClusterSpec, GpuSpec
 
+# vLLM's default of `max_num_seqs` (EngineArgs.get_batch_defaults, API server): 1,024 on GPUs with 70 GiB or more other
+# than A100, 256 elsewhere.
+LARGE_GPU_BYTES = 70 * 2**30
+LARGE_GPU_RUNNING, RUNNING = 1024, 256
 TUNED_CHUNKS = [512, 1024, 2048, 4096, 8192]
 
 
@@ -31,6 +35,20 @@ def static_chunk(chunk_tokens: int | str) -> int | None:
     raise InputError(f"scheme.chunk_tokens={chunk_tokens}: use a positive number of tokens, auto or tuned")
 
 
+def running_limit(max_running: int | str | None, gpu: GpuSpec) -> int | None:
+    """Requests that may run at once, None for any number; `vllm` is what vLLM takes on this GPU.
+
+    Raises:
+        InputError: unless it is a positive number, `vllm` or null.
+    """
+    if max_running == "vllm":
+        large = gpu.memory_bytes >= LARGE_GPU_BYTES and "a100" not in gpu.name.lower()
+        return LARGE_GPU_RUNNING if large else RUNNING
+    if max_running is None or (isinstance(max_running, int) and max_running > 0):
+        return max_running
+    raise InputError(f"scheme.max_running={max_running}: use 1 or more, vllm, or null for no limit")
+
+
 @dataclass(frozen=True)
 class ChunkedPrefill:
     """Options of `scheme=chunked_prefill`; `tp` None takes all GPUs."""
@@ -42,6 +60,7 @@ class ChunkedPrefill:
     max_partial_prefills: int = 4
     async_schedule: bool = True
     prefill_first: bool = False
+    max_running: int | str | None = "vllm"
 
     def tunable(self, cluster: ClusterSpec | None = None) -> dict[str, list[int | str]]:
         """Values that a goodput search tries for options set to be searched, on GPUs such as `cluster` has."""
@@ -72,6 +91,7 @@ class ChunkedPrefill:
             self._token_cap(setup),
             self.max_partial_prefills,
             self.prefill_first,
+            running_limit(self.max_running, setup.gpu),
         )
         dispatch = setup.policy.dispatch_class("even")
         return CoBatchInstance(

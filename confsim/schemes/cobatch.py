@@ -21,6 +21,7 @@ from confsim.schemes.admission import Admission
 from confsim.schemes.base import Instance, Setup
 from confsim.schemes.cost import CoBatchCost
 from confsim.schemes.fill import Fill, Limits
+from confsim.schemes.inbox import Inbox
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -46,6 +47,7 @@ class CoBatchInstance(Instance):
         latency, noise = cost.latency, setup.noise(serving.loop.index)
         self._backend = setup.backend.create(cost, noise, latency.tp, latency.sp, name)
         serving.backend = self._backend
+        self._inbox = Inbox(self._queue, cost.async_schedule)
         fill = Fill(cost, dispatch, limits, kv.block_tokens)
         self._admission = Admission(serving, self._queue, cost, fill, limits, placement)
         self._paused = tuple(DecodeBatch(group) for group in range(len(kv.pools)))  # no decodes in an iteration
@@ -62,7 +64,7 @@ class CoBatchInstance(Instance):
 
     def enqueue(self, request: Request) -> None:
         """Queue a request and wake the loop if it is idle."""
-        self._queue.push(request)
+        self._inbox.take(request)
         self.serving.rouse()
 
     def preload(self, request: Request, gpu: int) -> bool:
@@ -94,11 +96,14 @@ class CoBatchInstance(Instance):
             began = perf_counter()
             plan, load = self._plan(env.now)
             self.ledger.schedule_pass_s.append(perf_counter() - began)
+            late = self._inbox.planned(plan is not None)
             if plan is None:
+                if late:
+                    continue
                 self._check_progress()
                 yield serving.sleep()
                 continue
-            if not plan.prefill and backend.can_run_ahead and self._may_run_ahead():
+            if not plan.prefill and not late and backend.can_run_ahead and self._may_run_ahead():
                 wait_s = self.cost.lockstep_wait_s(plan.decode, load)
                 steps = yield from serving.run_ahead(plan, load, len(self._queue), self.crowded)
                 self._lockstep_wait_s += steps * wait_s
@@ -121,10 +126,10 @@ class CoBatchInstance(Instance):
 
         Decodes do not change whether the head of a queue gets its KV, unless they evict cached blocks that it hits.
         """
-        if not len(self._queue):
+        if not len(self._queue) or self._admission.no_slot:
             return True
         kv = self.kv
-        return self._admission.blocked and self._queue.time_free and kv.whole_prompt and not kv.copies.entry_units
+        return self._admission.blocked and self._queue.time_free and kv.whole_prompt and not kv.copies.idle
 
     def _check_progress(self) -> None:
         if len(self._queue) and not self._in_transfer:

@@ -20,7 +20,7 @@ from confsim.schemes.sm_split import attention_stage
 
 @dataclass(frozen=True)
 class Conflux:
-    """Options of `scheme=conflux`; the last four switch parts of it off, for ablations.
+    """Options of `scheme=conflux`; `overlap` to `overlap_transfer` switch parts of it off, for ablations.
 
     `sm_split` is how the attention stage shares the SMs (`confsim.schemes.sm_split`). `lockstep` states an assumption:
     all groups step together, decode-only iterations too; results report what it costs (`lockstep_wait_s`).
@@ -36,6 +36,7 @@ class Conflux:
     spread_decode: bool = False
     co_batch: bool = True
     overlap_transfer: bool = True
+    max_running: int | None = None
 
     def __post_init__(self) -> None:
         if not self.lockstep:
@@ -55,7 +56,13 @@ class Conflux:
             setup.latency_of(tp * sp, 1) if self.spread_decode else None,
             overlap_transfer=self.overlap_transfer,
         )
-        limits = Limits(setup.slo.target_s, None, self.max_batched_tokens, self.max_partial_prefills)
+        limits = Limits(
+            setup.slo.target_s,
+            None,
+            self.max_batched_tokens,
+            self.max_partial_prefills,
+            max_running=self.max_running,
+        )
         dispatch = setup.policy.dispatch_class("waterfill")
         placement = setup.policy.new_placement("packing")
         return CoBatchInstance(setup, self.name, cost, self._kv(setup), limits, dispatch, placement)

@@ -13,7 +13,7 @@ from confsim.kv.pools import BlockPool, InPlaceKv
 from confsim.routers.base import new_router
 from confsim.run.request import Request
 from confsim.schemes.base import Instance, KvReport, Setup, group_kv
-from confsim.schemes.chunked_prefill import TUNED_CHUNKS, static_chunk
+from confsim.schemes.chunked_prefill import TUNED_CHUNKS, running_limit, static_chunk
 from confsim.schemes.cobatch import CoBatchInstance
 from confsim.schemes.cost import CoBatchCost, in_turn
 from confsim.schemes.degrees import tp_candidates, tp_degree
@@ -32,6 +32,7 @@ class DataParallel:
     max_batched_tokens: int = 8192
     max_partial_prefills: int = 4
     async_schedule: bool = True
+    max_running: int | str | None = "vllm"
 
     def __post_init__(self) -> None:
         new_router(self.router, "scheme.router")
@@ -63,7 +64,11 @@ class DataParallel:
         cost = CoBatchCost(latency, in_turn, async_schedule=self.async_schedule, one_kernel=True)
         kv = InPlaceKv(self.kv_report(setup).capacity_tokens, setup.kv, setup.entry_tokens)
         limits = Limits(
-            setup.slo.target_s, static_chunk(self.chunk_tokens), self._token_cap(setup), self.max_partial_prefills
+            setup.slo.target_s,
+            static_chunk(self.chunk_tokens),
+            self._token_cap(setup),
+            self.max_partial_prefills,
+            max_running=running_limit(self.max_running, setup.gpu),
         )
         dispatch = setup.policy.dispatch_class("even")
         placement = setup.policy.new_placement("least_context")

@@ -18,7 +18,8 @@ class Limits:
     """What bounds an iteration.
 
     `chunk_tokens` is a static total, decodes included (None: the largest budget that meets `target_s`);
-    `max_batched_tokens` caps the tokens stacked on a group; at most `max_partial_prefills` prompts are in progress.
+    `max_batched_tokens` caps the tokens stacked on a group; at most `max_partial_prefills` prompts are in progress and
+    `max_running` requests have KV (None: no such limit).
     With `prefill_first` an iteration with prefill has no decodes: they pause until the queue is empty.
     """
 
@@ -27,8 +28,11 @@ class Limits:
     max_batched_tokens: int = 8192
     max_partial_prefills: int = 4
     prefill_first: bool = False
+    max_running: int | None = None
 
     def __post_init__(self) -> None:
+        if self.max_running is not None and self.max_running < 1:
+            raise InputError(f"scheme.max_running={self.max_running}: use 1 or more, or null for no limit")
         for key in ("max_batched_tokens", "max_partial_prefills"):
             if getattr(self, key) < 1:
                 raise InputError(f"scheme.{key}={getattr(self, key)}: use 1 or more")
@@ -73,7 +77,7 @@ class Fill:
         whole = dispatch.capacity(limits.max_batched_tokens)
         if limits.chunk_tokens is not None:
             whole = min(whole, limits.chunk_tokens - load.total)
-        if whole <= 0 or self._cost.decodes_s(load) > self._target_s:
+        if whole <= 0 or (not self._static and self._cost.decodes_s(load) > self._target_s):
             whole = self._block_tokens  # the oldest prefill progresses
             self._static = True
         self._whole_room = whole

@@ -22,6 +22,7 @@ from confsim.schemes.elastic.ring import RingCost
 from confsim.schemes.link import require_model_backend
 from confsim.specs import ClusterSpec
 
+LEAST_BATCHED_TOKENS = 8192  # short prompts are batched up to so many, as other schemes' tokens an iteration
 TUNED_PREFILL_S = [0.5, 1.0, 2.0, 5.0]
 
 
@@ -31,7 +32,7 @@ class LoongServe:
 
     name: str = "loongserve"
     tp: int | str | None = None
-    max_batched_tokens: int = 49152
+    max_batched_tokens: int | None = None
     ring_overlap: bool = False
     max_wait_tokens: int = 10
     max_prefill_s: float | str = 5.0
@@ -44,7 +45,8 @@ class LoongServe:
 
     def __post_init__(self) -> None:
         for key in ("max_batched_tokens", "max_running", "max_new_tokens", "compute_bound_batch"):
-            if getattr(self, key) < 1:
+            value = getattr(self, key)
+            if value is not None and value < 1:
                 raise InputError(f"scheme.{key}={getattr(self, key)}: use 1 or more")
         for key in ("max_wait_tokens", "avg_decoding_s", "max_out_of_order"):
             if getattr(self, key) < 0:
@@ -68,8 +70,22 @@ class LoongServe:
         require_model_backend(setup, self.name)
         report = self.kv_report(setup)
         cost = RingCost.of(setup, report.gpus_per_group, report.groups, self.ring_overlap)
-        options = ElasticOptions(self._limits(report), self.max_wait_tokens, self.compute_bound_batch, self._splits())
+        options = ElasticOptions(
+            self._limits(setup, report), self.max_wait_tokens, self.compute_bound_batch, self._splits()
+        )
         return ElasticInstance(setup, self.name, cost, report.groups, report.capacity_tokens, options)
+
+    def batched_tokens(self, setup: Setup) -> int:
+        """Prompt tokens that an instance computes at once: by default the longest prefill of the load fits on one.
+
+        A prompt is never chunked, and the one idle instance beside decodes has to take it whole. A request whose KV
+        was dropped is prefilled with its output so far.
+        """
+        if self.max_batched_tokens is not None:
+            return self.max_batched_tokens
+        limit = setup.model.max_context_tokens
+        longest = setup.longest_tokens if limit is None else min(limit, setup.longest_tokens)
+        return max(LEAST_BATCHED_TOKENS, longest)
 
     def _splits(self) -> bool:
         if isinstance(self.split_batches, str):
@@ -78,12 +94,12 @@ class LoongServe:
             )
         return self.split_batches
 
-    def _limits(self, report: KvReport) -> DispatchLimits:
+    def _limits(self, setup: Setup, report: KvReport) -> DispatchLimits:
         if isinstance(self.max_prefill_s, str):
             raise InputError(f"scheme.max_prefill_s={self.max_prefill_s}: only `confsim goodput` can tune it")
         return DispatchLimits(
             report.capacity_tokens,
-            self.max_batched_tokens,
+            self.batched_tokens(setup),
             self.avg_decoding_s,
             self.max_prefill_s,
             self.max_out_of_order,
@@ -95,12 +111,12 @@ class LoongServe:
         """A pool an instance, beside the activations of its stripes, the ring's buffers and its communicators."""
         tp = tp_degree(self.tp, setup.cluster)
         instances = setup.cluster.gpus // tp
-        extra = 0
+        extra, tokens = 0, self.batched_tokens(setup)
         if instances > 1:
             layer_bytes = setup.model.kv_bytes_per_token(tp) // setup.model.num_hidden_layers
-            extra = 2 * self.max_batched_tokens * layer_bytes  # to send from and to receive into
+            extra = 2 * tokens * layer_bytes  # to send from and to receive into
             extra += COMMUNICATOR_BYTES.get(instances, max(COMMUNICATOR_BYTES.values()))
-        report = group_kv(setup, tp, 1, self.max_batched_tokens, extra_bytes=extra)
+        report = group_kv(setup, tp, 1, tokens, extra_bytes=extra)
         capacity = report.capacity
         if setup.kv.prefix_cache:
             note = f"{self.name} cannot reuse KV across requests: kv.prefix_cache has no effect on it"

@@ -24,6 +24,7 @@ class UniformSp:
     max_batched_tokens: int = 8192
     max_partial_prefills: int = 4
     async_schedule: bool = True
+    max_running: int | None = None
 
     def build(self, setup: Setup) -> Instance:
         """One loop."""
@@ -36,7 +37,13 @@ class UniformSp:
             joint_exchange=True,
         )
         kv = InPlaceKv(self.kv_report(setup).capacity_tokens, setup.kv, setup.entry_tokens)
-        limits = Limits(setup.slo.target_s, None, self.max_batched_tokens, self.max_partial_prefills)
+        limits = Limits(
+            setup.slo.target_s,
+            None,
+            self.max_batched_tokens,
+            self.max_partial_prefills,
+            max_running=self.max_running,
+        )
         dispatch = setup.policy.dispatch_class("waterfill")
         return CoBatchInstance(
             setup, self.name, cost, kv, limits, dispatch, setup.policy.new_placement("least_context")

@@ -1,6 +1,6 @@
 """The event loop's inner modules as machine code: compiled by mypyc where a C compiler is, interpreted elsewhere.
 
-Both are the same sources and give the same bytes; machine code is two to three times faster. A build lies in
+Both are the same sources and give the same bytes; machine code is about twice as fast. A build lies in
 `confsim/_native/`, in a folder named after the interpreter and a digest of the sources, so that one that does not
 match what is imported is never used. `CONFSIM_NATIVE=0` runs the sources. `confsim.setup.compiling` makes builds.
 """
@@ -54,6 +54,7 @@ MODULES = (
     "schemes.elastic.slots",
     "schemes.elastic.state",
     "schemes.fill",
+    "schemes.inbox",
     "schemes.mux_cost",
     "schemes.mux_loops",
     "schemes.mux_prefill",

@@ -54,22 +54,43 @@ def round_sms(requested: int, total: int, capability: tuple[int, int]) -> int:
 
 
 def partition(device: int, decode_sms: int) -> Partition:
-    """Split a device's SMs for the two attention paths and prove that the parts are disjoint.
+    """Split a device's SMs for the two attention paths and prove that the parts are disjoint and take events.
 
     Raises:
-        PartitionError: if driver, device or bindings do not support it, or the parts overlap.
+        PartitionError: if driver, device, bindings or toolkit do not support it, or the parts overlap.
     """
     try:
         from cuda.bindings import driver
     except ImportError as error:
         raise PartitionError("cuda-bindings is not installed") from error
+    try:
+        return _partition(driver, device, decode_sms)
+    except PartitionError:
+        raise
+    except Exception as error:  # no toolkit (OSError), NVRTC, a launch or a handle that is refused (RuntimeError), ...
+        text = (str(error).strip().splitlines() or [""])[0]
+        raise PartitionError(f"{type(error).__name__}: {text}") from error
+
+
+def _partition(driver: Any, device: int, decode_sms: int) -> Partition:
     torch.cuda.init()
     properties = torch.cuda.get_device_properties(device)
     asked = round_sms(decode_sms, properties.multi_processor_count, (properties.major, properties.minor))
     (decode, decode_count), (prefill, prefill_count) = split_device(driver, device, asked)
     streams = [torch.cuda.ExternalStream(int(handle), device=device) for handle in (decode, prefill)]
+    for stream in streams:
+        probe_events(stream, torch.cuda.current_stream(device))
     check_disjoint(*(collect_sm_ids(stream, properties.multi_processor_count) for stream in streams))
     return Partition(streams[0], streams[1], decode_sms, decode_count, prefill_count)
+
+
+def probe_events(stream: Any, caller: Any) -> None:
+    """Hand over to a stream and back as every fork does: a driver may refuse events of green contexts."""
+    for source, target in ((caller, stream), (stream, caller)):
+        event = torch.cuda.Event()
+        event.record(source)
+        target.wait_event(event)
+    event.synchronize()
 
 
 def split_device(driver: Any, device: int, decode_sms: int) -> tuple[tuple[Any, int], tuple[Any, int]]:

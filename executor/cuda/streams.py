@@ -12,8 +12,8 @@ import torch
 
 from executor.clock import STAGES, Spent, StageClock
 from executor.config import Device
-from executor.cuda.green_context import PartitionError, partition
-from executor.fork import Fork, Path
+from executor.cuda.green_context import Partition, PartitionError, partition
+from executor.fork import Fork, Path, Sms
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,20 @@ class StreamFork(Fork):
     caller's stream has passed everything that read the path's former results.
     """
 
-    def __init__(self, prefill: Any, decode: Any, api: StreamApi, name: str, facts: dict[str, object]) -> None:
+    def __init__(
+        self,
+        prefill: Any,
+        decode: Any,
+        api: StreamApi,
+        name: str,
+        facts: dict[str, object],
+        sms: tuple[Sms, Sms] = (None, None),
+    ) -> None:
         super().__init__(facts)
         self.prefill_stream = prefill
         self.decode_stream = decode
         self.name = name
+        self.prefill_sms, self.decode_sms = sms
         self._api = api
 
     def run(self, prefill: Path, decode: Path) -> None:
@@ -51,10 +60,11 @@ class StreamFork(Fork):
         start = api.event()
         start.record(caller)
         ends = []
-        for stream, path in ((self.decode_stream, decode), (self.prefill_stream, prefill)):
+        paths = (self.decode_stream, decode, self.decode_sms), (self.prefill_stream, prefill, self.prefill_sms)
+        for stream, path, sms in paths:
             stream.wait_event(start)
             with api.stream(stream):
-                path()
+                path(sms)
                 end = api.event()
                 end.record(stream)
                 ends.append(end)
@@ -106,6 +116,12 @@ class EventClock(StageClock):
         return event
 
 
+def partition_fork(found: Partition, api: StreamApi) -> StreamFork:
+    """Paths on the parts of a partition, which are told what the driver granted them."""
+    streams = found.prefill_stream, found.decode_stream
+    return StreamFork(*streams, api, "partition", found.facts, (found.prefill_sms, found.decode_sms))
+
+
 def make_clock_and_fork(settings: Device, device: torch.device) -> tuple[StageClock, Fork]:
     """Clock and fork of a rank on a GPU; two plain streams where no partition can be had, and the facts say why."""
     api = cuda_api()
@@ -116,7 +132,7 @@ def make_clock_and_fork(settings: Device, device: torch.device) -> tuple[StageCl
     if settings.overlap == "partition":
         try:
             found = partition(device.index or 0, settings.decode_sms)
-            return clock, StreamFork(found.prefill_stream, found.decode_stream, api, "partition", found.facts)
+            return clock, partition_fork(found, api)
         except PartitionError as error:
             reason = str(error)
     streams = torch.cuda.Stream(device), torch.cuda.Stream(device)

@@ -10,6 +10,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from executor.fork import Sms
+from executor.upload import upload
+
 
 @dataclass(frozen=True)
 class PrefillBatch:
@@ -45,7 +48,7 @@ class PrefillBatch:
     @cached_property
     def context_lengths(self) -> torch.Tensor:
         """Tokens of KV of each sequence, int32."""
-        return torch.tensor(self.contexts, dtype=torch.int32, device=self.block_table.device)
+        return upload(self.contexts, self.block_table.device, torch.int32)
 
     @cached_property
     def masks(self) -> tuple[torch.Tensor | None, ...]:
@@ -87,7 +90,7 @@ class DecodeBatch:
     @cached_property
     def context_lengths(self) -> torch.Tensor:
         """`lengths`, int32 on the device."""
-        return torch.from_numpy(self.lengths.astype(np.int32)).to(self.block_table.device)
+        return upload(self.lengths, self.block_table.device, torch.int32)
 
     @cached_property
     def cu_queries(self) -> torch.Tensor:
@@ -111,7 +114,10 @@ class DecodeBatch:
 
 
 class AttentionKernels(Protocol):
-    """Causal attention with grouped KV heads; `name` and `version` go into results and profiles."""
+    """Causal attention with grouped KV heads; `name` and `version` go into results and profiles.
+
+    `sms` of a call is the part of the device that it has to itself, for kernels that size their grids.
+    """
 
     @property
     def name(self) -> str:
@@ -125,10 +131,14 @@ class AttentionKernels(Protocol):
     def page_multiple(self) -> int:
         """Tokens that a page must be a multiple of."""
 
-    def prefill(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: PrefillBatch) -> torch.Tensor:
+    def prefill(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: PrefillBatch, sms: Sms = None
+    ) -> torch.Tensor:
         """`q [tokens, q_heads, d]` over pages `[pages, page_tokens, kv_heads, d]`; like `q`."""
 
-    def decode(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: DecodeBatch) -> torch.Tensor:
+    def decode(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: DecodeBatch, sms: Sms = None
+    ) -> torch.Tensor:
         """`q [sequences, q_heads, d]` over pages `[pages, page_tokens, kv_heads, d]`; like `q`."""
 
 
@@ -143,10 +153,10 @@ def installed(name: str) -> Any | None:
 def _bucket(batch: DecodeBatch, members: np.ndarray | None, lengths: np.ndarray) -> Bucket:
     device = batch.block_table.device
     pages = -(-int(lengths.max()) // batch.page_tokens)
-    index = None if members is None else torch.from_numpy(members).to(device)
+    index = None if members is None else upload(members, device)
     table = (batch.block_table if index is None else batch.block_table[index])[:, :pages]
     positions = torch.arange(pages * batch.page_tokens, device=device)
-    mask = positions[None] < torch.from_numpy(lengths.astype(np.int64)).to(device)[:, None]
+    mask = positions[None] < upload(lengths.astype(np.int64), device)[:, None]
     return Bucket(index, table.contiguous(), mask[:, None, None])
 
 
@@ -156,4 +166,4 @@ def _causal(new: int, context: int, device: torch.device) -> torch.Tensor:
 
 
 def _offsets(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)).to(device)
+    return upload(np.concatenate(([0], np.cumsum(lengths))), device, torch.int32)

@@ -9,6 +9,7 @@ import torch
 
 from confsim.errors import InputError
 from executor.config import Device
+from executor.fork import Sms
 from executor.kernels.base import DecodeBatch, PrefillBatch, installed
 
 NEEDS = "flash-attn 2.5 or newer"
@@ -39,7 +40,9 @@ class Flash2Kernels:
     name: str = "flash-attn 2"
     page_multiple: int = 256
 
-    def prefill(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: PrefillBatch) -> torch.Tensor:
+    def prefill(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: PrefillBatch, sms: Sms = None
+    ) -> torch.Tensor:
         """`flash_attn_varlen_func`, causal at the end of each context."""
         out: torch.Tensor = self.package.flash_attn_varlen_func(
             q,
@@ -54,7 +57,9 @@ class Flash2Kernels:
         )
         return out
 
-    def decode(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: DecodeBatch) -> torch.Tensor:
+    def decode(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: DecodeBatch, sms: Sms = None
+    ) -> torch.Tensor:
         """`flash_attn_with_kvcache`, one query a sequence."""
         out: torch.Tensor = self.package.flash_attn_with_kvcache(
             q[:, None],

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from executor.config import Device
+from executor.fork import Sms
 from executor.kernels.base import DecodeBatch, PrefillBatch, installed
 
 NEEDS = "flash-attn 3"
@@ -18,23 +19,24 @@ def find(device: Device) -> Flash3Kernels | None:
     package = installed("flash_attn_interface")
     if package is None or torch.cuda.get_device_capability() < (9, 0):
         return None
-    version = str(getattr(package, "__version__", "3"))
-    return Flash3Kernels(package, version, device.num_splits, *_margins(device))
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    return Flash3Kernels(package, str(getattr(package, "__version__", "3")), device.num_splits, total)
 
 
 @dataclass(frozen=True)
 class Flash3Kernels:
-    """flash-attn 3 (Hopper); `package` is the module `flash_attn_interface`. Margins are SMs that a path must leave."""
+    """flash-attn 3 (Hopper); `package` is the module `flash_attn_interface`, `total_sms` what the GPU has."""
 
     package: Any
     version: str
     num_splits: int = 0
-    prefill_margin: int = 0
-    decode_margin: int = 0
+    total_sms: int = 0
     name: str = "flash-attn 3"
     page_multiple: int = 16
 
-    def prefill(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: PrefillBatch) -> torch.Tensor:
+    def prefill(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: PrefillBatch, sms: Sms = None
+    ) -> torch.Tensor:
         """Chunks against the cache: the varlen function of this release takes no page table."""
         out: torch.Tensor = self.package.flash_attn_with_kvcache(
             q,
@@ -46,11 +48,13 @@ class Flash3Kernels:
             max_seqlen_q=batch.most_queries,
             causal=True,
             num_splits=1,
-            sm_margin=self.prefill_margin,
+            sm_margin=self._margin(sms),
         )
         return out
 
-    def decode(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: DecodeBatch) -> torch.Tensor:
+    def decode(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: DecodeBatch, sms: Sms = None
+    ) -> torch.Tensor:
         """One query a sequence."""
         out: torch.Tensor = self.package.flash_attn_with_kvcache(
             q[:, None],
@@ -60,14 +64,10 @@ class Flash3Kernels:
             page_table=batch.block_table,
             causal=True,
             num_splits=self.num_splits,
-            sm_margin=self.decode_margin,
+            sm_margin=self._margin(sms),
         )
         return out[:, 0]
 
-
-def _margins(device: Device) -> tuple[int, int]:
-    """SMs that the prefill path and the decode path leave alone in a partition."""
-    if device.overlap != "partition":
-        return 0, 0
-    total = torch.cuda.get_device_properties(0).multi_processor_count
-    return device.decode_sms, total - device.decode_sms
+    def _margin(self, sms: Sms) -> int:
+        """SMs that a call leaves alone."""
+        return 0 if sms is None else self.total_sms - sms

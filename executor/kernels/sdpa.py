@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from executor.fork import Sms
 from executor.kernels.base import Bucket, DecodeBatch, PrefillBatch
 
 
@@ -18,7 +19,9 @@ class SdpaKernels:
     version: str = torch.__version__
     page_multiple: int = 1
 
-    def prefill(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: PrefillBatch) -> torch.Tensor:
+    def prefill(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: PrefillBatch, sms: Sms = None
+    ) -> torch.Tensor:
         """One call a sequence: chunks are few and long."""
         out = torch.empty_like(q)
         start = 0
@@ -38,7 +41,9 @@ class SdpaKernels:
             start += new
         return out
 
-    def decode(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: DecodeBatch) -> torch.Tensor:
+    def decode(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: DecodeBatch, sms: Sms = None
+    ) -> torch.Tensor:
         """One call a bucket; the query heads of a KV head stand in as its queries."""
         buckets = batch.buckets
         if len(buckets) == 1 and buckets[0].members is None:

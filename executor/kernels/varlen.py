@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from executor.config import Device
+from executor.fork import Sms
 from executor.kernels.base import DecodeBatch, PrefillBatch, installed
 
 NEEDED = ("enable_gqa", "seqused_k", "block_table")
@@ -41,11 +42,15 @@ class VarlenKernels:
     name: str = "torch varlen"
     page_multiple: int = 256
 
-    def prefill(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: PrefillBatch) -> torch.Tensor:
+    def prefill(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: PrefillBatch, sms: Sms = None
+    ) -> torch.Tensor:
         """Causal: a window without a right side."""
         return self._call(q, keys, values, batch, (-1, 0), {})
 
-    def decode(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: DecodeBatch) -> torch.Tensor:
+    def decode(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: DecodeBatch, sms: Sms = None
+    ) -> torch.Tensor:
         """One query a sequence sees all keys: any window would keep its grouped heads from being packed."""
         return self._call(q, keys, values, batch, (-1, -1), self.splits)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from executor.clock import StageClock
     from executor.collectives import Groups
     from executor.exchange import Exchange
-    from executor.fork import Fork
+    from executor.fork import Fork, Sms
     from executor.kernels.base import AttentionKernels, PrefillBatch
     from executor.kv import UnitPool
     from executor.model import Linear
@@ -111,27 +111,27 @@ class LocalAttention:
         keys.index_copy_(0, slots, k.reshape(-1, *keys.shape[1:]))
         values.index_copy_(0, slots, v.reshape(-1, *values.shape[1:]))
 
-    def attend_prefill(self, layer: int, qkv: torch.Tensor, rows: PrefillRows) -> torch.Tensor:
+    def attend_prefill(self, layer: int, qkv: torch.Tensor, rows: PrefillRows, sms: Sms = None) -> torch.Tensor:
         """Attention of whole chunks whose KV is in the pool, `[tokens, q, d]`."""
-        return self.attend_batch(layer, qkv, rows.batch)
+        return self.attend_batch(layer, qkv, rows.batch, sms)
 
-    def attend_batch(self, layer: int, qkv: torch.Tensor, batch: PrefillBatch) -> torch.Tensor:
+    def attend_batch(self, layer: int, qkv: torch.Tensor, batch: PrefillBatch, sms: Sms = None) -> torch.Tensor:
         """One variable-length call, `[tokens, q, d]`."""
         pool = self.parts.pool
         q = qkv[:, : self.q_heads]
-        return self.parts.kernels.prefill(q, pool.keys[layer], pool.values[layer], batch)
+        return self.parts.kernels.prefill(q, pool.keys[layer], pool.values[layer], batch, sms)
 
-    def prefill(self, layer: int, qkv: torch.Tensor, rows: PrefillRows) -> torch.Tensor:
+    def prefill(self, layer: int, qkv: torch.Tensor, rows: PrefillRows, sms: Sms = None) -> torch.Tensor:
         """Append whole chunks and attend, `[tokens, q, d]`."""
         with self.parts.clock.stage("prefill_attention"):
             self.append(layer, qkv, rows.slots)
-            return self.attend_prefill(layer, qkv, rows)
+            return self.attend_prefill(layer, qkv, rows, sms)
 
-    def decode(self, layer: int, qkv: torch.Tensor, rows: DecodeRows) -> torch.Tensor:
+    def decode(self, layer: int, qkv: torch.Tensor, rows: DecodeRows, sms: Sms = None) -> torch.Tensor:
         """Append decodes and attend, `[tokens, q * d]`; each head unit of a request is a sequence of its own."""
         pool, sequences = self.parts.pool, len(rows.batch.lengths)
         with self.parts.clock.stage("decode_attention"):
             self.append(layer, qkv, rows.slots)
             q = qkv[:, : self.q_heads].reshape(sequences, -1, qkv.shape[-1])
-            out = self.parts.kernels.decode(q, pool.keys[layer], pool.values[layer], rows.batch)
+            out = self.parts.kernels.decode(q, pool.keys[layer], pool.values[layer], rows.batch, sms)
             return out.view(len(qkv), -1)

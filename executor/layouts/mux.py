@@ -9,6 +9,7 @@ from executor.layouts.base import LayoutKind, LocalAttention, Parts, Runner, run
 if TYPE_CHECKING:
     import torch
 
+    from executor.fork import Sms
     from executor.work import Work
 
 
@@ -34,31 +35,31 @@ class MuxRunner:
         """Hidden states of the rows that need logits: prefill, then decode."""
         found: dict[str, torch.Tensor] = {}
 
-        def prefill() -> None:
-            found["prefill"] = self._prefill(work)
+        def prefill(sms: Sms) -> None:
+            found["prefill"] = self._prefill(work, sms)
 
-        def decode() -> None:
-            found["decode"] = self._decode(work)
+        def decode(sms: Sms) -> None:
+            found["decode"] = self._decode(work, sms)
 
         work.run_paths(self.parts.fork, prefill, decode)
         return work.pick(*(found[name] for name in ("prefill", "decode") if name in found))
 
-    def _prefill(self, work: Work) -> torch.Tensor:
+    def _prefill(self, work: Work, sms: Sms) -> torch.Tensor:
         rows, local = work.prefill, self.local
         assert rows is not None
         return run_layers(
             self.parts,
             self.parts.second,
             (rows.ids, rows.positions),
-            lambda layer, qkv: local.prefill(layer, qkv, rows).flatten(1),
+            lambda layer, qkv: local.prefill(layer, qkv, rows, sms).flatten(1),
         )
 
-    def _decode(self, work: Work) -> torch.Tensor:
+    def _decode(self, work: Work, sms: Sms) -> torch.Tensor:
         rows, local = work.decode, self.local
         assert rows is not None
         return run_layers(
             self.parts,
             self.parts.linear,
             (rows.ids, rows.positions),
-            lambda layer, qkv: local.decode(layer, qkv, rows),
+            lambda layer, qkv: local.decode(layer, qkv, rows, sms),
         )

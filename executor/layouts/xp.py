@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from confsim.schemes.base import Scheme
     from confsim.schemes.cost import CoBatchCost
+    from executor.fork import Sms
     from executor.work import Work
 
 
@@ -58,21 +59,21 @@ class XpRunner:
         split = work.prefill_rows
         out = qkv.new_empty(len(qkv), self.local.q_heads * qkv.shape[-1])
 
-        def prefill() -> None:
-            out[:split] = self._prefill(layer, qkv[:split], work)
+        def prefill(sms: Sms) -> None:
+            out[:split] = self._prefill(layer, qkv[:split], work, sms)
 
-        def decode() -> None:
+        def decode(sms: Sms) -> None:
             assert work.decode is not None
-            out[split:] = self.local.decode(layer, qkv[split:], work.decode)
+            out[split:] = self.local.decode(layer, qkv[split:], work.decode, sms)
 
         work.run_paths(self.parts.fork, prefill, decode)
         return out
 
-    def _prefill(self, layer: int, qkv: torch.Tensor, work: Work) -> torch.Tensor:
+    def _prefill(self, layer: int, qkv: torch.Tensor, work: Work, sms: Sms) -> torch.Tensor:
         rows, clock = work.prefill, self.parts.clock
         assert rows is not None
         if not self.spread:
-            return self.local.prefill(layer, qkv, rows).flatten(1)
+            return self.local.prefill(layer, qkv, rows, sms).flatten(1)
         with clock.stage("communication"):
             qkv = self.parts.exchange.to_heads(qkv, rows.shards)
         with clock.stage("prefill_attention"):
@@ -81,6 +82,6 @@ class XpRunner:
             with clock.stage("transfer"):
                 work.handover.start(layer)
         with clock.stage("prefill_attention"):
-            out = self.shared.attend_prefill(layer, qkv, rows)
+            out = self.shared.attend_prefill(layer, qkv, rows, sms)
         with clock.stage("communication"):
             return self.parts.exchange.to_rows(out, rows.shards)

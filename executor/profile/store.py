@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from analysis.calibrate.rounds import COMMON, FORMAT, read_head
+from analysis.calibrate.rounds import COMMON, FORMAT, kernels, read_head
 from confsim.errors import InputError
 from confsim.outcome.result import write_json, write_table
 from confsim.specs import GpuSpec
@@ -103,8 +103,18 @@ class Store:
                 raise InputError(f"{file}: measured another {key}: name a new folder in output")
 
     def describe(self, facts: list[Mapping[str, Any]]) -> None:
-        """Write what was measured on what; `facts` are the ranks' own account."""
-        write_json(self.folder / "profile.json", {"identity": self.identity, **self.head, "ranks": facts})
+        """Write what was measured on what; `facts` are the ranks' own account.
+
+        Raises:
+            InputError: if what is there, here or beside, was measured with other attention kernels.
+        """
+        head = {"identity": self.identity, **self.head, "ranks": facts}
+        for file in sorted(self.folder.parent.glob("*/profile.json")):
+            if (found := kernels(read_head(file))) != kernels(head):
+                raise InputError(
+                    f"{file}: measured {found}, these ranks have {kernels(head)}: name a new folder in output"
+                )
+        write_json(self.folder / "profile.json", head)
 
     def add(self, number: int, rows: list[dict[str, Any]]) -> None:
         """Keep a round, whole or not at all."""

@@ -24,6 +24,8 @@ SMALL = [
     "goodput.tolerance=0.1",
     "goodput.zero_load_requests=8",
     "cache=false",  # every search makes its own probes
+    "schemes=[conflux,chunked_prefill]",
+    "best_options=null",
 ]
 
 

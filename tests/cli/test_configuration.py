@@ -16,7 +16,8 @@ def test_defaults_are_the_main_job():
     cfg = compose(command="goodput")
     assert (cfg.model.name, cfg.gpu.name, cfg.cluster.gpus) == ("qwen3_14b", "h100_sxm", 4)
     assert (cfg.slo.ttft_s, cfg.slo.tbt_s, cfg.slo.attainment) == (2.0, 0.1, 0.95)
-    assert list(cfg.schemes) == ["conflux", "chunked_prefill"]
+    assert list(cfg.schemes) == ["conflux", "chunked_prefill", "muxwise", "loongserve"]
+    assert len(scheme_cases(cfg)[1].candidates) == 5, "chunks are tuned"
     assert (cfg.trace.preset, cfg.policy.order) == ("toolagent", "fcfs")
 
 
@@ -63,7 +64,7 @@ def test_scheme_keys_reach_the_schemes_that_have_them():
     cfg = compose(
         ["scheme.max_batched_tokens=1024", "scheme.chunk_tokens=512", "per_scheme.conflux.overlap=false"], "goodput"
     )
-    conflux, chunked = scheme_cases(cfg)
+    conflux, chunked, *_ = scheme_cases(cfg)
     assert conflux.configs[0]["scheme"]["max_batched_tokens"] == 1024
     assert chunked.configs[0]["scheme"]["max_batched_tokens"] == 1024
     assert chunked.configs[0]["scheme"]["chunk_tokens"] == 512
@@ -91,7 +92,7 @@ def test_tuned_parameters_become_candidates():
 
 
 def test_auto_is_not_searched():
-    (case,) = scheme_cases(compose(["schemes=[chunked_prefill]"], "goodput"))
+    (case,) = scheme_cases(compose(["schemes=[chunked_prefill]", "scheme.chunk_tokens=auto"], "goodput"))
     assert case.candidates == ({},)
     assert case.configs[0]["scheme"]["chunk_tokens"] == "auto"
 
@@ -120,3 +121,8 @@ def _check_documented(text: str, name: str) -> None:
         if section in ("defaults", "hydra") or not colon or line.lstrip().startswith("#") or not value.strip():
             continue
         assert "#" in value, f"{name}.yaml: {key.strip()} has no comment"
+
+
+def test_a_search_needs_an_slo():
+    with pytest.raises(InputError, match="slo=none: a goodput is the rate at which an SLO is kept"):
+        scheme_cases(compose(["slo=none"], "goodput"))

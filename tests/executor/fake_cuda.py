@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -20,8 +21,14 @@ aten = torch.ops.aten
 class _Dispatched(TorchFunctionMode):
     """Runs a function as it is, or by its operator where the binding insists on a device."""
 
+    def __init__(self, blocking: list[str]) -> None:
+        super().__init__()
+        self._blocking = blocking
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if _is_blocking(func.__name__, args, kwargs):
+            self._blocking.append(func.__name__)
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
@@ -41,6 +48,24 @@ class _Dispatched(TorchFunctionMode):
         if name == "mul" and "out" in kwargs:
             return aten.copy_(kwargs["out"], aten.mul(*args))
         return getattr(aten, name)(*args, **kwargs)
+
+
+def _is_blocking(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether a call makes the host wait for a stream: copies that are not asynchronous, values read back."""
+    first = args[0] if args else None
+    on_gpu = isinstance(first, torch.Tensor) and first.device.type == "cuda"
+    if name in ("cpu", "nonzero"):
+        return on_gpu
+    if name in ("__getitem__", "__setitem__"):
+        parts = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return on_gpu and any(isinstance(part, (list, np.ndarray)) for part in parts)
+    if name in ("tensor", "as_tensor"):
+        return "cuda" in str(kwargs.get("device"))
+    if name == "to" and isinstance(first, torch.Tensor):
+        target = kwargs.get("device") or next((item for item in args[1:] if not isinstance(item, torch.dtype)), None)
+        crosses = target is not None and torch.device(target).type != first.device.type
+        return crosses and not kwargs.get("non_blocking", False)
+    return False
 
 
 def _to(tensor: torch.Tensor, *where: Any, **kwargs: Any) -> torch.Tensor:
@@ -72,7 +97,7 @@ def _index(tensor: torch.Tensor, index: Any) -> torch.Tensor:
 
 
 @contextmanager
-def fake_cuda() -> Iterator[torch.device]:
-    """Inside, tensors can be made on the device that is yielded."""
-    with torch.no_grad(), FakeTensorMode(), _Dispatched():
+def fake_cuda(blocking: list[str] | None = None) -> Iterator[torch.device]:
+    """Inside, tensors can be made on the device that is yielded; `blocking` gets the calls that hold up the host."""
+    with torch.no_grad(), FakeTensorMode(), _Dispatched([] if blocking is None else blocking):
         yield torch.device("cuda", 0)

@@ -79,7 +79,7 @@ def test_run_of_nothing_but_rejected_prompts_fails(tmp_path: Path) -> None:
         ("prompts=[[9999]]", "token ids outside 0 to 511"),
         ("max_tokens=0", "use 1 or more"),
         ("executor.layout.groups=3", "cannot be split over 3 ranks"),
-        ("executor.layout.kind=pp", "use one of xp, tp, sp, mux"),
+        ("executor.layout.kind=pp", "use one of mux, sp, tp, xp"),
         ("executor.device.overlap=streams", "use one of turn, threads"),
         ("executor.kv.prefix_cache=true", "use false"),
         ("temperature=-1", "sampling.temperature"),

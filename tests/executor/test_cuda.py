@@ -7,8 +7,10 @@ import sys
 import time
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -25,8 +27,8 @@ from executor.collectives import Groups
 from executor.config import Device, Layout, Sampling
 from executor.cuda import green_context
 from executor.cuda.graphs import GraphedLinear, counted
-from executor.cuda.streams import EventClock, StreamApi, StreamFork
-from executor.exchange import Exchange
+from executor.cuda.streams import EventClock, StreamApi, StreamFork, make_clock_and_fork, partition_fork
+from executor.exchange import Exchange, shard_order
 from executor.fork import Fork, ThreadFork
 from executor.kernels import choose, page_tokens
 from executor.kernels.base import DecodeBatch, PrefillBatch
@@ -34,7 +36,7 @@ from executor.kernels.flash2 import Flash2Kernels
 from executor.kernels.flash3 import Flash3Kernels
 from executor.kernels.sdpa import SdpaKernels
 from executor.kernels.varlen import VarlenKernels
-from executor.kv import UnitPool
+from executor.kv import PagePool, UnitPool
 from executor.layouts.base import Parts
 from executor.layouts.xp import XpRunner
 from executor.ledger import Ledger
@@ -42,7 +44,10 @@ from executor.message import Chunk, Iteration, NewRequest
 from executor.model import EagerLinear, Transformer
 from executor.place import Place
 from executor.runtime import Runtime
+from executor.sampling import sample
+from executor.upload import upload
 from executor.weights import load_weights
+from executor.work import DecodeRows, Work
 
 ROOT = Path(__file__).resolve().parents[2]
 CUDA = Device("cuda", "bfloat16")
@@ -81,7 +86,7 @@ def install(monkeypatch: pytest.MonkeyPatch, **modules: object) -> None:
 
 KERNELS = {
     "flash2": Flash2Kernels(FLASH2, "2.8.3"),
-    "flash3": Flash3Kernels(FLASH3, "3.0.0", prefill_margin=32, decode_margin=100),
+    "flash3": Flash3Kernels(FLASH3, "3.0.0", total_sms=132),
     "varlen": VarlenKernels(varlen, {}),
 }
 
@@ -152,20 +157,23 @@ def test_decode_buckets_bound_the_padding() -> None:
 @pytest.mark.parametrize("name", ["flash2", "flash3", "varlen", "sdpa"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_forward_on_a_fake_gpu(name: str, family: str) -> None:
-    """A mixed iteration from plan to logits: all tensors stay on the GPU, in bfloat16, with the right shapes."""
+    """A mixed iteration from plan to tokens: tensors stay on the GPU, in bfloat16, and nothing waits for it."""
     model = tiny(family)
-    with fake_cuda() as device:
+    blocking: list[str] = []
+    with fake_cuda(blocking) as device:
         place = Place.of(0, Layout("xp"), model)
         groups = Groups()
         weights = load_weights(model, place, torch.bfloat16, device)
         transformer = Transformer(model, place, weights, None)
-        pool = UnitPool(64, 256, 16, (3, 4, 16), torch.bfloat16, device)
+        pool = UnitPool(PagePool(64, 256, 16), (3, 4, 16), torch.bfloat16, device)
         ledger = Ledger(place, groups, pool, True)
         kernels = SdpaKernels() if name == "sdpa" else KERNELS[name]
         linear = EagerLinear(transformer)
         parts = Parts(place, groups, pool, kernels, StageClock(), Fork(), Exchange(place, groups), linear, linear, 3)
         runner = XpRunner(parts)
-        new = (NewRequest(0, np.arange(20), Sampling()), NewRequest(1, np.arange(30), Sampling()))
+        drawn = Sampling(0.8, top_k=5, top_p=0.9)
+        new = (NewRequest(0, np.arange(20), drawn), NewRequest(1, np.arange(30), Sampling()))
+        blocking.clear()
         first = Iteration(0, (Chunk(0, 0, (20,), True, 0),), ((),), (), new)
         work = ledger.prepare(first)
         hidden = runner.forward(work)
@@ -177,6 +185,27 @@ def test_forward_on_a_fake_gpu(name: str, family: str) -> None:
         assert (logits.shape, logits.device) == ((1, 131), device)
         assert work.decode is not None
         assert (work.prefill_rows, len(work.decode.ids)) == (7, 1)
+        tokens = sample(logits, [drawn], work.sampled, upload([31], device, torch.int64))
+        ledger.settle(mixed, work, tokens)
+        assert blocking == []
+        torch.tensor([1, 2], device=device), torch.zeros(3).to(device), logits[[0]], tokens.cpu()
+        assert blocking == ["tensor", "to", "__getitem__", "cpu"]  # what waits is noticed; values cannot be read at all
+
+
+def test_exchange_of_replicated_heads_waits_for_nothing() -> None:
+    """Heads that several groups compute are picked by an index that is on the GPU already, in every layer."""
+    blocking: list[str] = []
+    with fake_cuda(blocking) as device:
+        place = Place.of(0, Layout("xp", 4, 1), tiny("llama", 8, 2))
+        exchange = Exchange(place, Groups())
+        qkv = torch.empty(3, 8 + 2 * 2, 16, device=device)
+        blocking.clear()
+        shards = shard_order([(2, 1, 3, 0), (1, 2, 0, 3)], device)
+        for _ in range(2):
+            spread = exchange.to_heads(qkv, shards)
+            assert (spread.shape, spread.device) == ((12, 2 + 2, 16), device)
+            assert exchange.to_rows(spread[:, :2], shards).shape == (3, 8 * 16)
+    assert blocking == []
 
 
 @pytest.mark.parametrize(("page", "good"), [(16, False), (128, False), (256, True), (512, True), (None, True)])
@@ -198,6 +227,7 @@ def test_choice_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     assert choose(CUDA).name == "sdpa"
     install(monkeypatch, **{"torch.nn.attention.varlen": SimpleNamespace(varlen_attn=varlen_attn)})
     assert choose(CUDA).name == "torch varlen"
@@ -206,7 +236,7 @@ def test_choice_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, flash_attn=FLASH2, flash_attn_interface=FLASH3)
     chosen = choose(Device("cuda", "bfloat16", overlap="partition", decode_sms=32))
     assert isinstance(chosen, Flash3Kernels)
-    assert (chosen.prefill_margin, chosen.decode_margin) == (32, 100)
+    assert chosen.total_sms == 132
     assert choose(Device("cuda", "float32")).name == "sdpa"
     with pytest.raises(InputError, match="not float32"):
         choose(Device("cuda", "float32", attention="flash"))
@@ -312,7 +342,7 @@ def test_every_hand_over_between_streams_has_an_event() -> None:
 
     for layer in (1, 2, 3):
         linear(layer)
-        fork.run(lambda: path("prefill"), lambda: path("decode"))
+        fork.run(lambda sms: path("prefill"), lambda sms: path("decode"))
     linear(4)
     streams.finish()
     assert seen == [(0, 0), (10, 10), (20, 20), (30, 30)]
@@ -323,16 +353,16 @@ def test_delayed_path_on_threads_changes_nothing() -> None:
     fork = ThreadFork()
     out = torch.zeros(2)
 
-    def slow() -> None:
+    def slow(sms: int | None) -> None:
         time.sleep(0.05)
         out[0] = 1
 
-    fork.run(slow, lambda: out[1].fill_(2))
+    fork.run(slow, lambda sms: out[1].fill_(2))
     assert out.tolist() == [1, 2]
     with pytest.raises(ValueError, match="decode"):
-        fork.run(lambda: None, lambda: (_ for _ in ()).throw(ValueError("decode")))
+        fork.run(lambda sms: None, lambda sms: (_ for _ in ()).throw(ValueError("decode")))
     with pytest.raises(ValueError, match="prefill"):
-        fork.run(lambda: (_ for _ in ()).throw(ValueError("prefill")), slow)
+        fork.run(lambda sms: (_ for _ in ()).throw(ValueError("prefill")), slow)
     fork.close()
 
 
@@ -348,7 +378,7 @@ class TimedEvent:
         self.at = TimedEvent.now_ms
 
     def synchronize(self) -> None:
-        return None
+        time.sleep(0.02)
 
     def elapsed_time(self, other: TimedEvent) -> float:
         return other.at - self.at
@@ -363,6 +393,7 @@ def test_event_clock_accounts_by_stage() -> None:
     TimedEvent.now_ms += 2.0
     spent = clock.stop()
     assert spent.duration_s == pytest.approx(0.012)
+    assert spent.launch_s < 0.02  # waiting for the device is no launching
     assert spent.stages["linear"] == pytest.approx(0.005)
     assert spent.busy_share == pytest.approx((5 + 3) / 12)
 
@@ -426,6 +457,122 @@ def test_overlapping_partitions_are_refused() -> None:
         green_context.check_disjoint({0, 1, 2}, {2, 3})
 
 
+class GreenStream:
+    """A stream on a green context that may refuse events, as a driver may."""
+
+    refuses = False
+
+    def __init__(self, handle: int = 0, device: int = 0) -> None:
+        self.seen: list[str] = []
+
+    def wait_event(self, event: object) -> None:
+        self.seen.append("waited")
+
+
+class GreenEvent:
+    def record(self, stream: GreenStream) -> None:
+        if GreenStream.refuses:
+            raise RuntimeError("CUDA error: invalid resource handle\nCompile with TORCH_USE_CUDA_DSA")
+        stream.seen.append("recorded")
+
+    def synchronize(self) -> None:
+        return None
+
+
+@pytest.fixture
+def green_machine(monkeypatch: pytest.MonkeyPatch) -> list[GreenStream]:
+    """A machine that grants a partition of 132 SMs; its streams."""
+    made: list[GreenStream] = []
+
+    def stream(handle: int = 0, device: object = None) -> GreenStream:
+        made.append(GreenStream())
+        return made[-1]
+
+    driver = Driver()
+    driver.cuGreenCtxStreamCreate = lambda context, flags, priority: (0, context)  # type: ignore[method-assign]
+    monkeypatch.setitem(sys.modules, "cuda", SimpleNamespace(bindings=SimpleNamespace(driver=driver)))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
+    properties = SimpleNamespace(multi_processor_count=132, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", stream)
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    monkeypatch.setattr(torch.cuda, "Event", GreenEvent)
+    monkeypatch.setattr(GreenStream, "refuses", False)
+    ids = iter(({0, 1}, {2, 3}))
+    monkeypatch.setattr(green_context, "collect_sm_ids", lambda stream, sms: next(ids))
+    return made
+
+
+def test_a_partition_is_taken_once_its_streams_have_taken_events(green_machine: list[GreenStream]) -> None:
+    found = green_context.partition(0, 32)
+    assert (found.decode_sms, found.prefill_sms) == (32, 100)
+    for stream in (found.decode_stream, found.prefill_stream):
+        assert stream.seen == ["waited", "recorded"]
+
+
+def test_sms_are_left_alone_only_beside_the_other_path(green_machine: list[GreenStream]) -> None:
+    """Each call in a partition knows what was granted; a path alone, or on a plain stream, has the whole GPU."""
+    streams = FakeStreams()
+    api = StreamApi(streams.use, lambda: streams.current, Event)
+    told: list[int | None] = []
+    partitioned = partition_fork(replace(green_context.partition(0, 30), decode_stream=streams.decode), api)
+    partitioned.prefill_stream = streams.prefill
+    partitioned.run(told.append, told.append)
+    assert told == [32, 100]  # decode is launched first; 30 were asked for
+    told.clear()
+    StreamFork(streams.prefill, streams.decode, api, "streams", {}).run(told.append, told.append)
+    alone = Work(None, cast(DecodeRows, object()), (), torch.zeros(0), None)
+    alone.run_paths(partitioned, told.append, told.append)
+    assert told == [None, None, None]
+
+
+def test_flash_attn_3_is_told_per_call_what_to_leave_alone() -> None:
+    margins: list[int] = []
+
+    def record(q: torch.Tensor, *args: object, sm_margin: int, **kwargs: object) -> torch.Tensor:
+        margins.append(sm_margin)
+        return q
+
+    kernels = Flash3Kernels(SimpleNamespace(flash_attn_with_kvcache=record), "3.0.0", total_sms=132)
+    pages, table = torch.zeros(1, 16, 1, 8), torch.zeros(1, 1, dtype=torch.int32)
+    for sms in (None, 32):
+        kernels.decode(torch.zeros(1, 2, 8), pages, pages, DecodeBatch(np.array([3]), table, 16), sms)
+        kernels.prefill(torch.zeros(3, 2, 8), pages, pages, PrefillBatch((3,), (3,), table), sms)
+    assert margins == [0, 0, 100, 100]
+
+
+@pytest.mark.parametrize("failure", ["events", "toolkit", "driver", "bindings"])
+def test_plain_streams_where_there_is_no_partition(
+    monkeypatch: pytest.MonkeyPatch, green_machine: list[GreenStream], failure: str
+) -> None:
+    """Whatever goes wrong while a partition is made, the rank runs on plain streams and says why."""
+
+    def no_toolkit(stream: object, sms: int) -> set[int]:
+        raise OSError("libnvrtc.so: cannot open shared object file")
+
+    def no_driver() -> None:
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    if failure == "events":
+        monkeypatch.setattr(GreenStream, "refuses", True)
+    elif failure == "toolkit":
+        monkeypatch.setattr(green_context, "collect_sm_ids", no_toolkit)
+    elif failure == "driver":
+        monkeypatch.setattr(torch.cuda, "init", no_driver)
+    else:
+        monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    _, fork = make_clock_and_fork(replace(CUDA, overlap="partition", decode_sms=32), torch.device("cuda", 0))
+    said = {
+        "events": "RuntimeError: CUDA error: invalid resource handle",
+        "toolkit": "OSError: libnvrtc.so: cannot open shared object file",
+        "driver": "AssertionError: Torch not compiled with CUDA enabled",
+        "bindings": "cuda-bindings is not installed",
+    }
+    assert (fork.name, fork.facts) == ("streams", {"no_partition": said[failure]})
+
+
 @pytest.mark.parametrize(
     ("asked", "capability", "granted"), [(30, (9, 0), 32), (32, (9, 0), 32), (1, (9, 0), 8), (5, (8, 0), 6)]
 )
@@ -436,6 +583,44 @@ def test_sm_counts_are_rounded_as_the_driver_does(asked: int, capability: tuple[
 def test_a_partition_leaves_something_for_prefill() -> None:
     with pytest.raises(green_context.PartitionError, match="leave none"):
         green_context.round_sms(130, 132, (9, 0))
+
+
+def test_thread_ranks_are_built_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA captures one graph at a time in a process: no rank is built beside another, or while one runs."""
+    from executor import rank
+
+    original, inside, seen = rank.load_weights, [], []
+
+    def load(*args: object) -> object:
+        inside.append(1)
+        seen.append(len(inside))
+        time.sleep(0.05)
+        loaded = original(*args)
+        inside.pop()
+        return loaded
+
+    monkeypatch.setattr(rank, "load_weights", load)
+    with Runtime(tiny(), Layout("xp", 2, 2), THREADS, KvConfig(capacity_tokens=64)):
+        assert seen == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("device", "layout", "reason"),
+    [
+        (CUDA, Layout("xp", 2, 2), ""),
+        (replace(CUDA, launcher="threads"), Layout("xp", 4, 1), ""),
+        (replace(CUDA, launcher="threads"), Layout("xp", 2, 2), "wait on the host"),
+        (replace(CUDA, graphs=False), Layout("xp", 2, 1), "not asked for"),
+        (THREADS, Layout("xp", 2, 1), "on CPU"),
+    ],
+)
+def test_where_there_are_no_graphs_it_is_said(device: Device, layout: Layout, reason: str) -> None:
+    """Threads that sum over a TP group synchronise inside a segment, which a capture does not allow."""
+    from executor.rank import no_graphs
+
+    found = no_graphs(device, layout)
+    assert reason in found
+    assert bool(found) == bool(reason)
 
 
 def test_graphs_pad_and_fall_back() -> None:

@@ -151,7 +151,7 @@ def test_plan_out_of_turn() -> None:
 
 
 def test_decode_without_kv() -> None:
-    expected = "request 5 decodes here but has no KV"
+    expected = "request 5 decodes on group 0 but has no KV there"
     with pytest.raises(RankError, match=expected), Runtime(tiny(), TWO, THREADS, KV) as runtime:
         batch = DecodeBatch(0, 1, 4, {5: Request(5, 0.0, 3)})
         runtime.run(IterationPlan((), (batch, DecodeBatch(1))))

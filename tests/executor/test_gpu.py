@@ -37,13 +37,13 @@ def test_delayed_prefill_stream_is_waited_for() -> None:
     source = torch.zeros(1 << 20, device="cuda")
     out = torch.zeros(2, 1 << 20, device="cuda")
 
-    def prefill() -> None:
+    def prefill(sms: int | None) -> None:
         torch.cuda._sleep(100_000_000)
         out[0] = source + 1
 
     for value in range(3):
         source.fill_(value)
-        fork.run(prefill, lambda: out[1].copy_(source))
+        fork.run(prefill, lambda sms: out[1].copy_(source))
         assert (out[0] - out[1]).eq(1).all()
         assert out[1].eq(value).all()
 

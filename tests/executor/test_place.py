@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from confsim.errors import InputError
 from confsim.parallel import split_heads
 from confsim.specs import KvConfig
+from executor import weights
 from executor.collectives import Groups, Meeting, ThreadGroup, memberships, thread_groups, thread_meetings
 from executor.config import Device, Layout, Sampling
 from executor.exchange import Exchange, shard_order
-from executor.kv import KvExhausted, PagedStore, UnitPool
+from executor.kv import KvExhausted, PagedStore, PagePool, UnitPool, page_pool
+from executor.ledger import Ledger
 from executor.message import Chunk, Iteration, NewRequest, RankConfig
 from executor.place import Place
 from executor.rank import Rank
@@ -112,7 +114,7 @@ def test_a_thread_that_fails_frees_the_others() -> None:
 
 
 def test_pages_are_counted_and_come_back() -> None:
-    pool = UnitPool(10, 16, 16, (1, 2, 4), torch.float32, torch.device("cpu"))
+    pool = PagePool(10, 16, 16)
     prompts, decodes = PagedStore(pool, 1), PagedStore(pool, 2)
     prompts.reserve(0, 33)
     decodes.reserve(0, 17)
@@ -130,14 +132,81 @@ def test_pages_are_counted_and_come_back() -> None:
     assert pool.held == 10
 
 
+@pytest.mark.parametrize("ways", [1, 4])
+def test_pages_longer_than_blocks_hold_whatever_the_units_admit(ways: int) -> None:
+    """Requests of 258 tokens need 17 blocks, or two pages of 256 tokens of which one is nearly empty."""
+    admitted = 240
+    pool = page_pool(admitted * 17 * ways, 256, 16, page_lists=admitted * ways)
+    store = PagedStore(pool, ways)
+    for request in range(admitted):
+        store.reserve(request, 258)
+    assert pool.held == pool.units
+    with pytest.raises(KvExhausted, match="KV pool is full"):
+        store.reserve(admitted, 1)
+    assert page_pool(100, 16, 16, page_lists=512).pages == 100
+    crowded = PagedStore(page_pool(1000, 256, 16, page_lists=1), 1)
+    with pytest.raises(KvExhausted, match=r"pages of 256 tokens are used up.* raise executor\.device\.max_sequences"):
+        for request in range(100):
+            crowded.reserve(request, 16)
+
+
+def test_a_full_pool_stops_every_rank() -> None:
+    """No room for a decode copy on group 1: group 0, which has room, says the same before it computes anything."""
+    layout, model, cpu = Layout("xp", 2, 1), tiny("llama", 8, 4), torch.device("cpu")
+    prompt = np.zeros(40, dtype=np.int32)
+    said = []
+    for rank in range(2):
+        pool = UnitPool(PagePool(20, 16, 16), (3, 2, 16), torch.float32, cpu)
+        ledger = Ledger(Place.of(rank, layout, model), Groups(), pool, True)
+        for number in range(3):
+            shards = (20, 20)
+            plan = Iteration(
+                number,
+                (Chunk(number, 0, shards, True, 1),),
+                ((), tuple(range(number))),
+                (),
+                (NewRequest(number, prompt, Sampling()),),
+            )
+            try:
+                work = ledger.prepare(plan)
+            except KvExhausted as error:
+                said.append((number, str(error)))
+                break
+            rows = len(work.finished) + (0 if work.decode is None else len(work.decode.members))
+            ledger.settle(plan, work, torch.zeros(rows, dtype=torch.int64))
+        assert pool.held == {0: 3, 1: 15}[rank]  # shards of the third prompt; on group 1 also two decode copies
+    assert said == [(2, "KV pool is full: request 2 needs 6 more units, 5 of 20 are free")] * 2
+
+
 def test_stores_grow_with_their_requests() -> None:
-    pool = UnitPool(200, 16, 16, (1, 1, 4), torch.float32, torch.device("cpu"))
+    pool = PagePool(200, 16, 16)
     store = PagedStore(pool, 1)
     for request in range(40):
         store.reserve(request, 16)
     store.reserve(0, 16 * 40)
     assert len(set(store.rows.values())) == 40
     assert len(set(store.block_table(np.array([store.rows[0]]), 640)[0])) == 40
+
+
+def test_random_weights_are_drawn_alike_everywhere() -> None:
+    """Nearly normal, the same for every share of a model and in pieces of any size, another stream per tensor."""
+    model = tiny("qwen3", 8, 4)
+    whole = weights.load_weights(model, Place.of(0, Layout("tp"), model), torch.float32, torch.device("cpu"))
+    parts = [
+        weights.load_weights(model, Place.of(rank, Layout("tp", 1, 2), model), torch.float32, torch.device("cpu"))
+        for rank in range(2)
+    ]
+    for layer, (left, right) in enumerate(zip(parts[0].layers, parts[1].layers, strict=True)):
+        torch.testing.assert_close(torch.cat((left.down, right.down), 1), whole.layers[layer].down, rtol=0, atol=0)
+    assert not torch.equal(whole.layers[0].down, whole.layers[1].down)
+    drawn = weights._draw((300, 400), 5, 0.5, torch.float32, torch.device("cpu"))
+    assert abs(float(drawn.mean())) < 0.01
+    assert float(drawn.std()) == pytest.approx(0.5, rel=0.01)
+    assert float((drawn.abs() < 0.5).float().mean()) == pytest.approx(0.683, abs=0.03)  # evenly spread values: 0.577
+    assert torch.equal(drawn.bfloat16(), weights._draw((300, 400), 5, 0.5, torch.bfloat16, torch.device("cpu")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "DRAWN_AT_ONCE", 777)
+        assert torch.equal(drawn, weights._draw((300, 400), 5, 0.5, torch.float32, torch.device("cpu")))
 
 
 def python_calls(context: int, chunk: int) -> int:

@@ -12,7 +12,7 @@ from confsim.errors import InputError
 from confsim.run.scenario import Scenario, ScenarioResult, ScenarioRun, run
 from confsim.setup.configuration import options
 
-ONE = ("latency=affine", "decode_context=1000", "decode_tokens=1", "prefill_tokens=400", "tbt_s=10")
+ONE = ("latency=affine", "decode_context=1000", "decode_tokens=1", "prefill_tokens=400", "tbt_s=10", "concurrency=1")
 
 
 def scenario(*overrides: str) -> ScenarioResult:
@@ -48,14 +48,29 @@ def test_one_prefill_beside_decodes_by_hand() -> None:
 
 
 def test_chunked_prefill_by_hand() -> None:
+    """The second and third prompt come when an iteration of the decodes has been planned already."""
     summary = scenario(*ONE, "decodes_per_gpu=2", "prefills=3", "scheme=chunked_prefill").summary
-    linear = 0.010 + 40e-6 * (400 + 8)
     prefill = 0.0005 + 1.5e-9 * 400 * 200 / 4
     decode = 0.0005 + 60e-9 * 8 * 1000
-    head = 0.0005 + 2e-6 * 9
-    assert summary["prefill_s"] == pytest.approx([linear + prefill + decode + head] * 3)
-    assert summary["iterations"] == 3
-    assert summary["tokens_per_group"] == [408.0]
+    with_prompt = 0.010 + 40e-6 * (400 + 8) + prefill + decode + 0.0005 + 2e-6 * 9
+    between = 0.010 + 40e-6 * 8 + decode + 0.0005 + 2e-6 * 8
+    assert summary["prefill_s"] == pytest.approx([with_prompt, between + with_prompt, between + with_prompt])
+    assert summary["iterations"] == 5
+    assert summary["tokens_per_group"] == [pytest.approx((3 * 408 + 2 * 8) / 5)]
+
+
+def test_prompts_outstanding_by_hand() -> None:
+    """One prompt fills an iteration: of three outstanding ones the third waits for two others, the last two for two."""
+    words = ("scheme=chunked_prefill", "scheme.max_batched_tokens=400", "scheme.chunk_tokens=400", "decodes_per_gpu=0")
+    alone = scenario(*ONE, *words, "prefills=5").summary
+    each = alone["prefill_s"][0]
+    assert alone["prefill_s"] == pytest.approx([each] * 5)
+    assert alone["concurrency"] == 1
+    words += ("prefills=5", "concurrency=3")
+    summary = scenario(*ONE, *words).summary
+    assert summary["prefill_s"] == pytest.approx([each, 2 * each, 3 * each, 3 * each, 3 * each])
+    assert summary["prefills_per_s"] == pytest.approx(1 / each)
+    assert summary["concurrency"] == 3
 
 
 def test_a_prefill_in_chunks_by_hand() -> None:
@@ -131,6 +146,8 @@ def test_the_result_is_written_and_the_same_again(tmp_path: Any) -> None:
         ("decode_context=0", "decode_context=0"),
         ("decode_tokens=5000", "too short"),
         ("prefills=0", "prefills=0"),
+        ("concurrency=0", "concurrency=0"),
+        ("arrivals.concurrency=2", "prefills and concurrency instead"),
         ("prefill_tokens=1.5", "prefill_tokens=1.5"),
         ("rate=2", "mean nothing in a scenario"),
         ("trace=toolagent", "set prefill_tokens"),

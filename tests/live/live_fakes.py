@@ -70,7 +70,10 @@ class FakeRanks:
     @property
     def ready(self) -> tuple[Ready, ...]:
         """As real ranks say it."""
-        return tuple(Ready(rank, {"device": "fake"}) for rank in range(self.layout.ranks))
+        return tuple(
+            Ready(rank, {"device": "fake", "attention": "sdpa", "attention_version": "2"})
+            for rank in range(self.layout.ranks)
+        )
 
     def add(self, request: int, tokens: Sequence[int] | np.ndarray, sampling: object = None) -> None:
         """Make a request known, once."""

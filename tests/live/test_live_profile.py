@@ -177,6 +177,22 @@ def test_folders_that_could_not_be_fitted_are_refused_before_measuring(folder: P
         measured(tmp_path / "file")
 
 
+def test_profiles_of_different_kernels_are_kept_apart(folder: Path, tmp_path: Path):
+    """What one family measures says nothing of another: neither is added to the other, nor are they fitted together."""
+    other = tmp_path / "copy"
+    shutil.copytree(folder, other)
+    file = other / "xp-2x1" / "profile.json"
+    head = json.loads(file.read_text())
+    ranks = [rank | {"attention": "flash-attn 3"} for rank in head["ranks"]]
+    file.write_text(json.dumps(head | {"ranks": ranks}))
+    for config in (executor(), replace(executor(), layout=Layout("tp", 1, 2))):
+        with pytest.raises(InputError, match=r"measured flash-attn 3 2, these ranks have sdpa 2: name a new folder"):
+            measured(other, replace(GRID, rounds=5), config=config)
+    shutil.copytree(folder / "xp-2x1", other / "xp-again")
+    with pytest.raises(InputError, match=r"measured flash-attn 3 2, .* sdpa 2|measured sdpa 2, .* flash-attn 3 2"):
+        source.read(other)
+
+
 def test_a_budget_ends_a_profile_after_three_rounds(tmp_path: Path):
     lines: list[str] = []
     outcome = measured(tmp_path, replace(GRID, budget_s=0.0), say=lines.append)
@@ -188,7 +204,7 @@ def test_the_folder_says_what_was_measured_on_what(folder: Path):
     head = json.loads((folder / "xp-2x1" / "profile.json").read_text())
     assert head["kind"] == "executor_profile"
     assert head["model"]["hidden_size"] == 64 and head["gpu"]["name"] == "cpu"
-    assert head["ranks"] == [{"device": "fake"}] * 2
+    assert head["ranks"] == [{"device": "fake", "attention": "sdpa", "attention_version": "2"}] * 2
     assert head["grid"]["chunk_tokens"] == 256 and "rounds" not in head["grid"]
 
 

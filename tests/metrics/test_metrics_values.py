@@ -48,13 +48,13 @@ def test_m3_preemption() -> None:
     assert column(result, "emitted_tokens") == [30, 20]
     assert result.summary["tokens"]["emitted"] == 50
     ttft = column(result, "ttft_s")
-    assert ttft[1] == pytest.approx(0.02 - 0.001)
+    assert ttft[1] == pytest.approx(0.03 - 0.001), "the iteration that runs, the one that is planned, and its own"
     # The second is preempted when 20 + n + 19 + n - 1 tokens are too many, and waits until the first has ended.
     gap = column(result, "max_gap_s")[1]
     assert gap > 0.15
     finish = column(result, "finish_s")
     others = [end - start for start, end in pairwise(result.iterations["end_s"].to_pylist())]
-    assert finish[1] == pytest.approx(0.02 + gap + 18 * 0.01), "one long gap, the others are single steps"
+    assert finish[1] == pytest.approx(0.03 + gap + 18 * 0.01), "one long gap, the others are single steps"
     assert max(others) == pytest.approx(0.01)
     assert result.summary["requests"]["preempted"] == 1
     assert result.summary["gap_s"]["count"] == 29 + 19
@@ -134,7 +134,7 @@ def test_m7_windows_filter_by_arrival() -> None:
     missed = column(result, "missed_by")
     inside = [reason for reason in missed[300:310] if reason]
     assert sum(result.summary["missed_by"].values()) == len(inside) < len([reason for reason in missed if reason])
-    assert result.summary["attainment"] == 1 - len(inside) / 10
+    assert result.summary["attainment"] == pytest.approx(1 - len(inside) / 10)
 
 
 def test_m7_gaps_are_those_of_the_window() -> None:

@@ -17,6 +17,8 @@ from confsim.latency.affine import AffineLatency
 from confsim.run.engine import Run
 from confsim.run.model_backend import Clock, Cost, ModelBackend, ModelBackendConfig, Noise
 from confsim.run.plan import DecodeBatch, IterationPlan
+from confsim.run.request import Request
+from confsim.run.scenario import Scenario, ScenarioRun
 from confsim.schemes.elastic.batching import Share, partition
 from confsim.schemes.elastic.gate import Footprint, MemoryGate
 from confsim.schemes.elastic.law import PrefillLaw, fit_law
@@ -458,3 +460,77 @@ def test_nothing_is_lost(rows: list[tuple[float, int, int]], gpus: int, capacity
     result = replay(sim, sorted(rows))
     assert set(column(result, "status")) == {"completed"}
     assert column(result, "emitted_tokens") == [row[2] for row in sorted(rows)]
+
+
+# Memory, and decodes whose KV is given
+
+
+def kv_of(*words: str, command: str = "scenario") -> tuple[int, int]:
+    """Slots of an instance, and prompt tokens that it computes at once."""
+    sim = build(compose(["scheme=loongserve", *words], command=command))
+    run = Run(sim, sim.arrivals.apply(sim.trace, None, 0))
+    limits = run.instances[0].state.limits
+    return limits.instance_slots, limits.instance_tokens
+
+
+def test_activations_are_those_of_the_longest_prefill() -> None:
+    """Qwen3-14B: stream and FFN are 2 * 5120 + 3 * 17408 values of 2 bytes a token, ring buffers 2 * 4096 bytes."""
+    slots, tokens = kv_of("prefill_tokens=32768")
+    shorter, few = kv_of("prefill_tokens=16384")
+    assert (tokens, few) == (32768, 16384)
+    token_bytes = (2 * 5120 + 3 * 17408) * 2 + 2 * 4096
+    assert shorter - slots == pytest.approx(16384 * token_bytes / (40 * 4096), abs=16)
+    assert kv_of("prefill_tokens=100")[1] == 8192  # short prompts are batched
+    assert kv_of("prefill_tokens=100", "scheme.max_batched_tokens=32768") == (slots, 32768)
+    fixed = ("trace=fixed", "trace.prompt_tokens=20000", "trace.requests=2", "arrivals=closed_loop")
+    assert kv_of(*fixed, "trace.output_tokens=301", command="simulate")[1] == 20300  # with its output, if dropped
+
+
+def preloaded(capacity: int, contexts: list[int], gpus: int = 3) -> list[dict[int, int]]:
+    """Where the KV of given decodes lies, one after the other; `gpu` is always the last."""
+    sim = simulation(*SCHEME, f"cluster.gpus={gpus}", f"kv.capacity_tokens={capacity}", "trace=fixed")
+    run = Run(sim, sim.arrivals.apply(sim.trace, 1.0, 0))
+    instance = run.instances[0]
+    places: list[dict[int, int]] = []
+    for tokens in contexts:
+        request = Request(len(run.output_tokens), 0.0, tokens)
+        request.emitted = 1
+        run.output_tokens.append(5)
+        run.ledger.inject(request)
+        if not instance.preload(request, gpus - 1):
+            places.append({})
+            continue
+        places.append(dict(instance.state.slots.held[request.id].tokens))
+        instance.audit()
+    run.close()
+    return places
+
+
+def test_given_decodes_go_to_the_fullest_instance_with_room() -> None:
+    """Instances of 100: 60 on the first; 30 beside it; 50 on the second; 9 on the first (one slot is for the next)."""
+    assert preloaded(100, [60, 30, 50, 9]) == [{0: 60}, {0: 30}, {1: 50}, {0: 9}]
+    assert preloaded(100, [60, 40]) == [{0: 60}, {1: 40}]
+
+
+def test_a_given_decode_without_room_anywhere_is_refused() -> None:
+    assert preloaded(100, [90, 90, 90, 40]) == [{0: 90}, {1: 90}, {2: 90}, {}]
+
+
+def test_given_decodes_leave_an_instance_to_prefills() -> None:
+    """Four decodes of 1,000 fit on two of four instances: a prompt runs on the others, and no decode waits for it."""
+    words = (
+        "latency=affine",
+        "scheme=loongserve",
+        "kv.capacity_tokens=2200",
+        "decodes_per_gpu=1",
+        "decode_context=1000",
+    )
+    words += ("decode_tokens=16", "scheme.max_new_tokens=16", "prefill_tokens=2000", "prefills=3", "concurrency=2")
+    sim = build(compose(list(words), command="scenario"))
+    replayed = ScenarioRun(sim, Scenario(1, 1000, 16, 2))
+    replayed.execute(check=True)
+    summary = replayed.outcome().summary
+    assert replayed.replay.instances[0].counters()["paused_batches"] == 0
+    assert summary["max_gap_s"] < min(summary["prefill_s"]) / 2
+    used = [share for row in replayed.outcome().iterations.to_pylist() for share in row["decode_per_group"][2:]]
+    assert sum(used) == 0

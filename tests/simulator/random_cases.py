@@ -29,7 +29,7 @@ def random_case(seed: int, scheme: str, order: str, prefix_cache: bool) -> Case:
         kv_heads=rng.choice([1, 2, 4, 8]),
         block_tokens=block,
         capacity_tokens=rng.randint(max(block, longest // 2), max(block, 4 * longest)),
-        admission=rng.choice(["prompt", "step"]),
+        admission=rng.choice(["prompt", "step", "prompt_output"]),
         prefix_cache=prefix_cache,
         trace_block_tokens=entry,
         latency=_latency(rng),
@@ -39,6 +39,7 @@ def random_case(seed: int, scheme: str, order: str, prefix_cache: bool) -> Case:
         max_partial_prefills=rng.choice([1, 2, 4]),
         async_schedule=rng.random() < 0.5,
         placement_threshold=rng.choice([0.0, 0.3, 0.8]),
+        max_running=rng.choice([None, None, 1, 2, 3]),
     )
 
 

@@ -35,6 +35,11 @@ class Req:
     token_s: list[float] = field(default_factory=list)
     preemptions: int = 0
     hits: int = 0
+    known: int = 0  # tokens of which it has had the KV before
+    recomputed: int = 0
+    left: int = 0  # full blocks of its own, counted from its start, that it left in the cache when it was preempted
+    left_from: int = 0  # the first of them
+    left_used: int = 0  # when
     late: bool = False
     lands_s: float = 0.0
     sent: int = 0  # place in the order of transfers
@@ -45,8 +50,13 @@ class Req:
         return self.target - self.prefilled
 
     @property
-    def left(self) -> int:
+    def unsent(self) -> int:
         return self.output - len(self.token_s)
+
+    @property
+    def own_left(self) -> int:
+        """Blocks of its own in the cache."""
+        return max(0, self.left - self.left_from)
 
     @property
     def age(self) -> tuple[float, int]:
@@ -83,6 +93,7 @@ class Reference:
         self.cache: dict[int, int] = {}  # prefix block -> when it was used last
         self.clock = 0
         self.now = 0.0
+        self.seen_s = 0.0  # what arrived until then is in the next plan
         self.requests = [
             Req(i, float(r[0]), r[1], r[2], case.slo.ttft_limit_s(r[1]), tuple(r[3]) if len(r) > 3 else ())
             for i, r in enumerate(case.rows)
@@ -101,11 +112,15 @@ class Reference:
         """Units that a request alone holds on a group."""
         own = 0
         if r.status in ("prefill", "transfer", "starting") or (r.status == "decode" and not self.moves):
-            tokens = r.reserved if r.status != "decode" else r.stored
+            tokens = r.reserved if r.status != "decode" else self.room(r)
             own = max(0, self.blocks(tokens) - len(r.kept) * self.entry_blocks())
         if self.moves and r.group == group and r.status in ("transfer", "decode"):
-            own += self.unit * self.blocks(r.stored)
+            own += self.unit * self.blocks(self.room(r))
         return own
+
+    def room(self, r: Req) -> int:
+        """Tokens that a decode has room for: what it stores next, or all that it will ever store."""
+        return r.prompt + r.output - 1 if self.case.admission == "prompt_output" else r.stored
 
     def held(self, group: int) -> int:
         """Units in use on a group; a shared prefix block counts once."""
@@ -130,9 +145,27 @@ class Reference:
     def evict(self, groups: int | None = None) -> None:
         """Drop the least recently used idle blocks that no longer fit on the first `groups` groups (None: all)."""
         for group in range(self.groups if groups is None else groups):
-            while self.held(group) + self.idle() * self.entry_blocks() > self.capacity:
+            while self.held(group) + self.idle() * self.entry_blocks() + self.idle_own() > self.capacity:
                 shared = {block for r in self.requests for block in r.kept}
-                del self.cache[min((b for b in self.cache if b not in shared), key=self.cache.__getitem__)]
+                used = {block: when for block, when in self.cache.items() if block not in shared}
+                owner = min((r for r in self.requests if r.own_left), key=lambda r: r.left_used, default=None)
+                if owner is not None and owner.left_used < min(used.values(), default=self.clock + 1):
+                    owner.left -= 1
+                else:
+                    del self.cache[min(used, key=used.__getitem__)]
+
+    def idle_own(self) -> int:
+        """Blocks that preempted requests left behind."""
+        return sum(r.own_left for r in self.requests)
+
+    def leave(self, r: Req, tokens: int) -> None:
+        """Its full blocks of `tokens` stay cached for it, behind the prefix blocks that it shares."""
+        if not self.case.prefix_cache:
+            return
+        r.left_from = len(r.kept) * self.entry_blocks()
+        r.left = max(r.left_from, tokens // self.case.block_tokens)
+        self.clock += 1
+        r.left_used = self.clock
 
     def idle(self) -> int:
         shared = {block for r in self.requests for block in r.kept}
@@ -233,9 +266,10 @@ class Reference:
         running = any(r.status == "decode" for r in self.requests)
         alone_s = self.iteration_s([], (0,) * self.groups, 0) if running else 0.0
         room = self.capacity_tokens()
-        if room <= 0 or alone_s > target_s:
+        fixed = isinstance(self.case.chunk_tokens, int) and self.case.scheme == "chunked_prefill"
+        if room <= 0 or (alone_s > target_s and not fixed):
             return self.case.block_tokens, True
-        return room, isinstance(self.case.chunk_tokens, int) and self.case.scheme == "chunked_prefill"
+        return room, fixed
 
     def most(self, r: Req, want: int, before: list[PlannedChunk]) -> int:
         """The most tokens of a request behind what is planned, by trying one more each time."""
@@ -266,6 +300,7 @@ class Reference:
                 r
                 for r in self.requests
                 if r.status in (("queued", "prefill") if new else ("prefill",)) and r.id not in tried
+                if r.arrival_s <= self.seen_s or r.status == "prefill" or r.preemptions
             ]
             if not queue:
                 return None
@@ -306,6 +341,10 @@ class Reference:
 
     def preempt(self, r: Req) -> None:
         """Back to the queue, to recompute the prompt and what was emitted."""
+        has = r.stored - 1 if r.status == "decode" else r.prefilled
+        if r.status == "prefill" or not self.moves:
+            self.leave(r, has)
+        r.known = max(r.known, has)
         self.touch_released(r)
         r.status, r.prefilled, r.reserved, r.group, r.stored = "queued", 0, 0, -1, 0
         r.target = r.prompt + len(r.token_s)
@@ -327,7 +366,8 @@ class Reference:
             room -= sum(chunk.tokens for chunk in chunks)
             if room <= 0:
                 break
-            r = self.choose(tried, new)
+            most = self.case.max_running
+            r = self.choose(tried, new and (most is None or len(self.holders()) < most))
             if r is None:
                 break
             tried.add(r.id)
@@ -362,18 +402,28 @@ class Reference:
                 hits += 1
         r.kept = list(r.blocks[:hits])
         r.status = "starting"
-        tokens = r.target if self.case.admission == "prompt" else 0
-        if not self.reserve(r, tokens):
+        shared = hits * self.entry_blocks()
+        reused = 0
+        if r.left_from <= shared:
+            reused = max(0, min(r.left, (r.target - 1) // self.case.block_tokens) - shared)
+        r.left = r.left_from = 0
+        block = self.case.block_tokens
+        tokens = {"prompt": r.target, "step": 0, "prompt_output": max(r.target, r.prompt + r.output - 1)}
+        if not self.reserve(r, max(tokens[self.case.admission], (shared + reused) * block if reused else 0)):
+            if reused:
+                self.leave(r, (shared + reused) * block)
             self.touch_released(r)
             r.status = "queued"
             return False
-        r.prefilled = hits * self.entry
-        r.hits += r.prefilled
+        r.prefilled = (shared + reused) * block
+        r.hits += max(0, min(r.prefilled, r.prompt) - r.known)
         return True
 
     def cancel(self, r: Req) -> None:
         """Undo a start of which nothing came."""
-        r.hits -= r.prefilled
+        r.hits -= max(0, min(r.prefilled, r.prompt) - r.known)
+        if r.prefilled > len(r.kept) * self.entry:
+            self.leave(r, r.prefilled)
         self.touch_released(r)
         r.status, r.prefilled, r.reserved = "queued", 0, 0
 
@@ -386,7 +436,7 @@ class Reference:
         if self.case.admission == "step" and not self.extend(r, r.prefilled + n):
             return False
         group = -1
-        if last and r.left > 1:
+        if last and r.unsent > 1:
             group = self.place(r)
             if group < 0:
                 return False
@@ -418,7 +468,7 @@ class Reference:
                 if self.moves:
                     r.group = group
                 else:
-                    r.reserved = r.target + 1
+                    r.reserved = max(r.reserved, self.room(r))
                 self.status_placed(r)
                 return group
             if r is not self.oldest():
@@ -434,11 +484,12 @@ class Reference:
         self.evict()
 
     def fits(self, r: Req, group: int) -> bool:
+        whole = r.prompt + r.output - 1 if self.case.admission == "prompt_output" else r.target + 1
         if self.moves:
-            return self.unit * self.blocks(r.target + 1) <= self.available(group)
+            return self.unit * self.blocks(whole) <= self.available(group)
         kept = len(r.kept) * self.entry_blocks()
         before = max(0, self.blocks(r.reserved) - kept)
-        after = max(0, self.blocks(r.target + 1) - kept)
+        after = max(0, self.blocks(whole) - kept)
         return after - before <= self.available(group)
 
     def preferred(self, fitting: list[int]) -> int:
@@ -465,12 +516,15 @@ class Reference:
                 self.arrive(r)
             self.land_due()
             plan = self.step_plan()
+            if plan is None and self.seen_s < self.now:
+                self.seen_s = self.now  # nothing runs, so that plans are made at once
+                continue
             if plan is None:
                 events = [r.arrival_s for r in pending[:1]]
                 events += [r.lands_s for r in self.requests if r.status == "transfer"]
                 if not events:
                     break
-                self.now = min(events)
+                self.now = self.seen_s = min(events)
                 continue
             assert len(self.iterations) < LATE, "livelock"
             self.execute(plan)
@@ -490,6 +544,7 @@ class Reference:
     def land(self, r: Req) -> None:
         """Its KV is where it decodes, and the prompt's shards are given up."""
         if self.moves:
+            self.leave(r, r.target)
             self.touch_released(r)
             r.reserved = 0
         r.status, r.group, r.stored, r.lands_s = "decode", max(r.group, 0), r.target + 1, 0.0
@@ -510,6 +565,7 @@ class Reference:
         ends = sum(c.last for c in chunks)
         seconds = self.iteration_s([(c.start, c.tokens) for c in chunks], tokens, ends)
         start_s, self.now = self.now, self.now + seconds
+        self.seen_s = start_s if self.case.async_schedule else self.now
         self.iterations.append(Iteration(Planned(tuple(chunks), decode, context), tokens, start_s, self.now))
         self.land_due()
         for group in decode:
@@ -518,12 +574,13 @@ class Reference:
         transfer_s = self.transfer_s(chunks)
         for chunk in chunks:
             r = self.requests[chunk.request]
+            r.recomputed += max(0, min(r.prefilled + chunk.tokens, r.known) - r.prefilled)
             r.prefilled += chunk.tokens
             self.written(r)
             if not chunk.last:
                 continue
             r.token_s.append(self.now)
-            if r.left == 0:
+            if r.unsent == 0:
                 self.end(r)
             elif transfer_s > seconds:
                 r.lands_s = self.now + (transfer_s - seconds)
@@ -543,13 +600,13 @@ class Reference:
     def decoded(self, r: Req) -> None:
         r.token_s.append(self.now)
         r.stored += 1
-        if r.left == 0:
+        if r.unsent == 0:
             r.stored -= 1
             self.end(r)
 
     def end(self, r: Req) -> None:
         self.touch_released(r)
-        r.status, r.reserved, r.stored = "completed", 0, 0
+        r.status, r.reserved, r.stored, r.left, r.left_from = "completed", 0, 0, 0, 0
 
     def transfer_s(self, chunks: list[PlannedChunk]) -> float:
         """All prompts that end in an iteration share it; those for one group share its link."""

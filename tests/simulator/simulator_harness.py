@@ -92,6 +92,7 @@ class Case:
     max_batched_tokens: int = 8192
     max_partial_prefills: int = 4
     async_schedule: bool = True
+    max_running: int | None = None
     placement_threshold: float = 0.8
     max_context_tokens: int | None = None
     instances: int = 1
@@ -117,6 +118,7 @@ class Case:
             "max_batched_tokens": self.max_batched_tokens,
             "max_partial_prefills": self.max_partial_prefills,
             "async_schedule": self.async_schedule,
+            "max_running": self.max_running,
         }
         scheme: Any = Conflux(**common)
         if self.scheme == "chunked_prefill":

@@ -264,6 +264,18 @@ def test_partial_prefills_do_not_deadlock(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
+def test_prompts_in_progress_go_on_behind_one_that_may_not_begin(scheme: str) -> None:
+    """A shorter prompt comes to the head of the queue while as many as may be are in progress, and nothing decodes."""
+    law = latency(linear_base_s=0.01, linear_token_s=1e-3)  # 30 tokens in 40 ms
+    rows = [(0.0, 200, 4), (0.01, 90, 4)]
+    case = Case(rows, scheme, "srpf", latency=law, slo=Slo(2.0, 0.04), gpus=1, max_partial_prefills=1)
+    result = case.run(check=True)
+    assert_books(case, result)
+    first, second = column(result, "first_token_s")
+    assert first < second
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_targets_that_nothing_meets(scheme: str) -> None:
     """A TBT below what an iteration takes: one block of prefill an iteration, and everything ends."""
     case = Case([(0.0, 100, 5), (0.0, 64, 5)], scheme, latency=LAW, slo=Slo(2.0, 0.005), gpus=1)

@@ -75,6 +75,7 @@ def assert_result(result: Result, reference: Reference) -> None:
     assert column(result, "status") == [r.status for r in requests]
     assert column(result, "preemptions") == [r.preemptions for r in requests]
     assert column(result, "prefix_hit_tokens") == [r.hits for r in requests]
+    assert column(result, "recomputed_tokens") == [r.recomputed for r in requests]
     assert column(result, "emitted_tokens") == [len(r.token_s) for r in requests]
     for r, first, finish, gap, queueing in zip(
         requests,

@@ -130,7 +130,7 @@ def simulated_attainment(runs: Sequence[LoadedRun], palette: Palette) -> Figure 
     """Attainment against rate over simulations, one line per scheme and policy; None unless a line has two points."""
     lines: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for run in runs:
-        if run.summary.get("offered_rate") is not None:
+        if run.summary.get("offered_rate") is not None and run.summary["attainment"] is not None:
             key = (str(run.summary.get("scheme")), str(run.summary.get("policy")))
             lines.setdefault(key, []).append((run.summary["offered_rate"], run.summary["attainment"]))
     if not any(len({rate for rate, _ in points}) > 1 for points in lines.values()):
@@ -141,7 +141,8 @@ def simulated_attainment(runs: Sequence[LoadedRun], palette: Palette) -> Figure 
         look = {"color": palette[scheme], "width": 2.5, "dash": DASHES[number % len(DASHES)]}
         name = f"{scheme}, {policy}"
         data.append(scatter(name, rates, attained, "lines+markers", line=look, hovertemplate=RATE_HOVER))
-    axis = attainment_axis((y for line in data for y in line["y"]), runs[0].summary["slo"]["attainment"])
+    targets = [run.summary["slo"]["attainment"] for run in runs if run.summary["slo"]]
+    axis = attainment_axis((y for line in data for y in line["y"]), targets[0])
     return figure(data, title("rate"), "requests that keep the SLO", **axis)
 
 
@@ -165,7 +166,7 @@ def distribution(runs: Sequence[LoadedRun], key: str, limit_key: str, palette: P
         data.append(scatter(run.name, xs, ys, "lines", line=look, hovertemplate=hover))
     if not data:
         return None
-    limits = sorted({run.summary["slo"][limit_key] for run in runs if run.summary["slo"].get(limit_key)})
+    limits = sorted({run.summary["slo"][limit_key] for run in runs if (run.summary["slo"] or {}).get(limit_key)})
     shown = [value for line in data for value in line["x"]] + limits
     axes = {"xaxis": _time_axis(min(shown), max(shown)), "yaxis": {"tickformat": SHARE_FORMAT, "range": [0, 1.02]}}
     shapes = [limit("x", value, f"SLO {_time(value)} ") for value in limits]

@@ -35,7 +35,7 @@ class PulledKv(MigratingKv):
 
     def held_beside(self, request: Request, group: int, tokens: int) -> int:
         """All that a request holds here, whichever worker this is."""
-        return self.copies.units(tokens)
+        return self.copies.units(self.room(request, tokens))
 
 
 class DecodeWorker:

@@ -15,6 +15,7 @@ from confsim.run.request import Request, RequestState
 from confsim.run.serving import Bell
 from confsim.schemes.base import Setup
 from confsim.schemes.cost import CoBatchCost
+from confsim.schemes.inbox import Inbox
 
 
 @mypyc_attr(native_class=False)
@@ -75,6 +76,7 @@ class PrefillWorker:
         self._track = setup.ledger.new_track(name, setup.instance)
         noise = setup.noise(len(setup.ledger.tracks))
         self._backend = setup.backend.create(cost, noise, cost.latency.tp, cost.latency.sp, name)
+        self._inbox = Inbox(self._queue, cost.async_schedule)
         self._batch: list[Request] = []
         self._released: list[int] = []  # requests that gave their KV up since the last plan
         self._bell = Bell(setup.env)
@@ -82,11 +84,11 @@ class PrefillWorker:
     @property
     def waiting(self) -> int:
         """Requests whose prefill is not over."""
-        return len(self._queue) + len(self._batch)
+        return len(self._inbox) + len(self._batch)
 
     def enqueue(self, request: Request) -> None:
         """Take a request."""
-        self._queue.push(request)
+        self._inbox.take(request)
         self._bell.ring()
 
     def pulled(self, request: Request) -> None:
@@ -106,6 +108,8 @@ class PrefillWorker:
         env = self._env
         while True:
             self._batch = self._admit()
+            if self._inbox.planned(bool(self._batch)) and not self._batch:
+                continue
             if not self._batch:
                 yield self._bell.wait()
                 continue

@@ -175,13 +175,20 @@ class ElasticInstance(Instance):
         self._bell.ring()
 
     def preload(self, request: Request, gpu: int) -> bool:
-        """Let a request decode on the instance of a GPU, as if its prompt had just been prefilled there."""
-        slots = self.state.slots
-        index = gpu * self.state.instances // self.setup.cluster.gpus
-        if slots.free(index) <= request.target_tokens:
-            return False
-        batch = self._batch_on(index)
-        slots.admit(request, batch, index)
+        """Let a request decode where a prefill's KV goes: on the fullest instance with room for it, whatever `gpu`.
+
+        Where no instance has room for all of it, on those of the batch that has most room.
+        """
+        slots, tokens = self.state.slots, request.target_tokens
+        index = self._fullest_with_room(tokens)
+        if index >= 0:
+            batch, instances = self._batch_on(index), [index]
+        else:
+            batch = max(self._open_batches(), key=lambda batch: slots.free_on(batch.instances), default=Batch([]))
+            instances = batch.instances
+            if slots.free_on(instances) <= tokens:
+                return False
+        slots.admit(request, batch, instances)
         self._count(request)
         if batch.strand is not None:
             batch.strand.loop.join(request, 0, self.ledger.oracle.left(request))
@@ -189,14 +196,29 @@ class ElasticInstance(Instance):
         self._bell.ring()
         return True
 
-    def _batch_on(self, index: int) -> Batch:
-        """The batch of an instance to which a request can be added now."""
+    def _fullest_with_room(self, tokens: int) -> int:
+        """The fullest instance with more free slots than `tokens`; those that prefill come last. -1: none."""
         state = self.state
-        running = [batch for strand in state.strands() for batch in strand.batches]
-        for batch in (*state.parked, *running):
-            if index in batch.instances and not (batch.strand is not None and batch.strand.unfinished):
+        order = state.slots.fullest_first(range(state.instances))
+        order.sort(key=lambda index: index in state.prefilling)
+        return next((index for index in order if state.slots.free(index) > tokens), -1)
+
+    def _open_batches(self) -> list[Batch]:
+        """Batches to which a request can be added now: no iteration of theirs is under way."""
+        batches = [*self.state.parked]
+        for strand in self.state.strands():
+            if not strand.unfinished:
+                batches += strand.batches
+        return batches
+
+    def _batch_on(self, index: int) -> Batch:
+        """The batch of an instance to which a request can be added now; it waits if the instance is at work."""
+        state = self.state
+        for batch in self._open_batches():
+            if index in batch.instances:
                 return batch
-        busy = any(index in batch.instances for batch in running)
+        owned = [batch.instances for strand in state.strands() for batch in strand.batches]
+        busy = index in state.prefilling or any(index in instances for instances in owned)
         batch = Batch([index])
         if busy:
             state.parked.append(batch)

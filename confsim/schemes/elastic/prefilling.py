@@ -51,6 +51,7 @@ class Prefills:
     def _place(self, requests: list[Request], instances: list[int]) -> Prefill:
         state = self._state
         state.slots.place(requests, instances)
+        state.prefilling.update(instances)
         plan = self._plan(requests, instances)
         state.main.backend.submit(plan)
         timing = state.main.backend.result()
@@ -83,6 +84,7 @@ class Prefills:
         released: list[int] = []
         for prefill in prefills:
             self._record(strand, prefill, start_s)
+            self._state.prefilling.difference_update(prefill.plan.rings[0])
             staying = [chunk.request for chunk in prefill.plan.prefill if self._first_token(chunk.request)]
             batch = self._state.slots.batch_of(staying)
             released += [index for index in prefill.plan.rings[0] if index not in batch.used]

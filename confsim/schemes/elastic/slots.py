@@ -77,15 +77,14 @@ class Slots:
         batch.instances = sorted(batch.used)
         return batch
 
-    def admit(self, request: Request, batch: Batch, instance: int) -> None:
-        """A request whose KV is on an instance joins the batch there."""
-        tokens = request.target_tokens
-        self.pools[instance].held += tokens
-        self.held[request.id] = Held({instance: tokens})
-        request.prefilled = tokens
+    def admit(self, request: Request, batch: Batch, instances: Sequence[int]) -> None:
+        """A request whose KV exists joins a batch: it lies on some of the batch's instances, filled fullest first."""
+        self.place([request], instances)
+        for instance, tokens in self.held[request.id].tokens.items():
+            batch.hold(instance, tokens)
+        request.prefilled = request.target_tokens
         request.move_to(RequestState.PAUSED)
         batch.members[request.id] = request
-        batch.hold(instance, tokens)
 
     def drop(self, request: Request, batch: Batch | None) -> None:
         """Free the settled KV of a request, counted in `batch` where it has one."""

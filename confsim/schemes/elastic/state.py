@@ -31,6 +31,7 @@ class State:
     limits: DispatchLimits
     block_tokens: int
     parked: list[Batch] = field(default_factory=list)  # paused for the macro-iteration
+    prefilling: set[int] = field(default_factory=set)  # instances of prefills that have not ended
     released: list[int] = field(default_factory=list)  # requests whose KV was freed since the last plan
 
     @property
