@@ -61,8 +61,13 @@ class Registry:
         """
         entry = entry_point_path(self.group, name)
         module = f"{self.package}.{name}" if entry is None else entry.rpartition(".")[0]
-        spec = find_spec(module)
-        return Path(str(spec.origin if spec else module)).read_text(encoding="utf-8")
+        package, _, leaf = module.rpartition(".")
+        spec = find_spec(package or module)
+        # The folder of the package is asked, since what Python would import may be machine code of the same sources.
+        folders = (spec.submodule_search_locations or ()) if spec and package else ()
+        files = [Path(folder, f"{leaf}.py") for folder in folders]
+        own = Path(str(spec.origin if spec else module))
+        return next((file for file in files if file.is_file()), own).read_text(encoding="utf-8")
 
     def make(self, choice: Any, *arguments: Any, key: str = "") -> Any:
         """An object of the class that a choice names: a name, or a mapping of `name` and options of the class.
