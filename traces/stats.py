@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
-from rich.console import Console
 from rich.table import Table
 
 from traces.arrivals.base import native_rate
@@ -126,13 +124,6 @@ def stats_table(stats: TraceStats) -> Table:
     for name, value in _lines(stats):
         table.add_row(name, value)
     return table
-
-
-def stats_text(stats: TraceStats, width: int = 100) -> str:
-    """The table as plain text."""
-    out = io.StringIO()
-    Console(file=out, width=width, color_system=None, legacy_windows=False).print(stats_table(stats))
-    return out.getvalue()
 
 
 def _spread(values: Numbers) -> Spread:

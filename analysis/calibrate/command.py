@@ -24,18 +24,6 @@ def fit_from(source: str, model: ModelSpec, gpu: GpuSpec) -> Profile:
     return fit_source(SOURCES.make(source), model, gpu)
 
 
-def fit_folder(source: str, folder: Path) -> tuple[Profile, ModelSpec, GpuSpec]:
-    """A profile of what was measured into a folder, and the model and GPU that it is for.
-
-    Raises:
-        InputError: where the folder does not hold it all, or scipy is missing.
-    """
-    found: MeasurementSource = SOURCES.make(source, folder)
-    specs = found.specs()
-    assert specs is not None, f"{source} reads no folder"
-    return fit_source(found, *specs), *specs
-
-
 def fit_source(source: MeasurementSource, model: ModelSpec, gpu: GpuSpec) -> Profile:
     """A profile of the model on the GPU.
 

@@ -120,12 +120,18 @@ def _stage(table: StageTable, tp: int, sp: int | None = None) -> Curve | None:
     return curve_of(*monotone(table.tokens[rows].astype(np.float64), table.seconds[rows]))
 
 
+def _needed(kernels: _Kernels | None, stage: str, tp: int) -> _Kernels:
+    """The kernels that a stage is put together from where it was not measured whole."""
+    if kernels is None:
+        raise InputError(f"the {stage} was not measured for tp={tp}: measure it or supply kernels")
+    return kernels
+
+
 def _linear(data: Measurements, kernels: _Kernels | None, model: ModelSpec, tp: int) -> dict[str, Curve]:
     stage = _stage(data.linear, tp) if data.linear is not None else None
     if stage is not None:
         return {"stage": stage}
-    if kernels is None:
-        raise InputError(f"the linear stage was not measured for tp={tp}: measure it or supply kernels")
+    kernels = _needed(kernels, "linear stage", tp)
     return stages.linear_terms(model, tp, kernels.surface, kernels.elementwise, kernels.all_reduce)
 
 
@@ -139,8 +145,7 @@ def _head(data: Measurements, kernels: _Kernels | None, model: ModelSpec, tp: in
     stage = _stage(data.head, tp) if data.head is not None else None
     if stage is not None:
         return {"stage": stage}
-    if kernels is None:
-        raise InputError(f"the LM head was not measured for tp={tp}: measure it or supply kernels")
+    kernels = _needed(kernels, "LM head", tp)
     return stages.head_terms(model, tp, kernels.head, kernels.elementwise, kernels.all_gather)
 
 

@@ -12,12 +12,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 
+from analysis.calibrate.sources.aiconfigurator import PACKAGE, package_folder
 from confsim.errors import InputError
 
-PACKAGE = "aiconfigurator-core"
 SAMPLE = Path("systems") / "silicon_sample.csv"
 FIT_TP = 4  # rows of this degree choose the constants of an engine; no other row ever does
 LONG_TTFT_S = 5.0  # rows above it waited for KV or for a whole wave of others; they are reported apart
@@ -151,10 +150,7 @@ def sample_path() -> Path:
     Raises:
         InputError: where the package is not installed.
     """
-    spec = find_spec("aiconfigurator_core")
-    if spec is None or spec.origin is None:
-        raise InputError(f"source=silicon needs the package {PACKAGE}: pip install 'confsim[calibrate]'")
-    return Path(spec.origin).parent / SAMPLE
+    return package_folder("silicon") / SAMPLE
 
 
 def load_sample(path: Path | None = None) -> Sample:

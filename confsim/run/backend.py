@@ -43,7 +43,11 @@ class Stepwise:
     can_run_ahead = False
 
     def run_ahead(self, plan: IterationPlan, start_s: float, until_s: float, most: int) -> DecodeRun:
-        """Not here."""
+        """Never called, as `can_run_ahead` says.
+
+        Raises:
+            NotImplementedError: always.
+        """
         raise NotImplementedError("this backend times one iteration at a time")
 
     def cut(self, run: DecodeRun, steps: int) -> None:

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from analysis.calibrate.command import SOURCES, fit_source
 from confsim import api
 from confsim.latency.affine import AffineLatency
+from confsim.latency.profile import Profile
 from confsim.run.engine import Simulation
 from confsim.run.plan import IterationPlan
 from confsim.schemes.cost import beside
-from confsim.specs import GpuSpec, KvConfig
+from confsim.specs import GpuSpec, KvConfig, ModelSpec
 from executor.config import Device, ExecutorConfig, Layout, ModelConfig
 from executor.live import LiveBackendConfig, frozen
 from executor.message import Ready, Report
@@ -50,6 +53,15 @@ LAW: dict[str, float] = {
     "transfer_base_s": 0.0,
     "transfer_token_s": 2e-6,
 }
+
+
+def fit_folder(source: str, folder: Path) -> tuple[Profile, ModelSpec, GpuSpec]:
+    """A profile of what was measured into a folder, and the model and GPU that it is for."""
+    found = SOURCES.make(source, folder)
+    specs = found.specs()
+    assert specs is not None, f"{source} reads no folder"
+    return fit_source(found, *specs), *specs
+
 
 Factor = Callable[[int], float]  # of an iteration's time, by its number
 

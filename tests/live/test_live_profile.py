@@ -13,10 +13,21 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from live_fakes import CPU, LAW, MODEL, FakeRanks, OneKernelRanks, OverlappingRanks, executor, fake_ranks, law_of
+from live_fakes import (
+    CPU,
+    LAW,
+    MODEL,
+    FakeRanks,
+    OneKernelRanks,
+    OverlappingRanks,
+    executor,
+    fake_ranks,
+    fit_folder,
+    law_of,
+)
 
 from analysis.calibrate import rounds as source
-from analysis.calibrate.command import fit_folder, table
+from analysis.calibrate.command import table
 from confsim.errors import InputError
 from confsim.latency.profile import Profile
 from executor.config import ExecutorConfig, Layout

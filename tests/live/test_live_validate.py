@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from live_fakes import CPU, LAW, FakeLive, executor, fake_ranks, mixed_trace, rows, simulation
+from live_fakes import CPU, LAW, FakeLive, executor, fake_ranks, fit_folder, mixed_trace, rows, simulation
 
-from analysis.calibrate.command import fit_folder
 from analysis.validate import executor as validation
 from analysis.validate.command import command
 from analysis.validate.plans import PlanLog, RecordedTimes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -10,13 +11,22 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from trace_builders import make_trace
 
 from traces.prefix import chained_ids, reusable_blocks
 from traces.source import FileTrace
-from traces.stats import describe, stats_text
+from traces.stats import TraceStats, describe, stats_table
 from traces.synthesis import SyntheticTrace
 from traces.trace import Trace
+
+
+def stats_text(stats: TraceStats, width: int = 100) -> str:
+    """The table as plain text."""
+    out = io.StringIO()
+    Console(file=out, width=width, color_system=None, legacy_windows=False).print(stats_table(stats))
+    return out.getvalue()
+
 
 LISTS = st.lists(st.lists(st.integers(0, 5), max_size=6), min_size=1, max_size=12)
 

@@ -45,16 +45,25 @@ QUANTIZE = "vllm/0.24.0"
 NCCL = {"h100_sxm": ("2.27.3", "2.29.2"), "h200_sxm": ("2.26.2", "2.29.2"), "a100_sxm": ("2.27.3",)}
 
 
-def data_root() -> Path:
-    """The folder of tables by GPU.
+def package_folder(source: str) -> Path:
+    """The folder of the installed package, for what a user asked for as `source`.
 
     Raises:
         InputError: where the package is not installed.
     """
     spec = find_spec("aiconfigurator_core")
     if spec is None or spec.origin is None:
-        raise InputError(f"source=aiconfigurator needs the package {PACKAGE}: pip install 'confsim[calibrate]'")
-    return Path(spec.origin).parent / "systems" / "data"
+        raise InputError(f"source={source} needs the package {PACKAGE}: pip install 'confsim[calibrate]'")
+    return Path(spec.origin).parent
+
+
+def data_root() -> Path:
+    """The folder of tables by GPU.
+
+    Raises:
+        InputError: where the package is not installed.
+    """
+    return package_folder("aiconfigurator") / "systems" / "data"
 
 
 class Source(MeasurementSource):
