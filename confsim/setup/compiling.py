@@ -81,5 +81,5 @@ def command(cfg: Any) -> None:
     """
     say = (lambda line: None) if cfg.quiet else print
     if not native.build_folder().is_dir():
-        say(f"compiling {len(native.MODULES)} modules (half a minute, once)")
+        say(f"compiling {len(native.MODULES)} modules (about a minute, once)")
     say(f"compiled: {build()}")
